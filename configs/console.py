@@ -1,0 +1,86 @@
+"""What a person sees: progress with rate and ETA, tables, and the closing line of every verb."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+console = Console(stderr=True, soft_wrap=True)
+"""Progress, warnings and errors; standard output is kept for results that other programs read."""
+
+out = Console(soft_wrap=True)
+"""Results."""
+
+
+class _RateColumn(ProgressColumn):
+    """Units a second, over the task's own unit name."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} {task.fields['unit']}/s" if speed else "", style="cyan")
+
+
+class Meter:
+    """Progress of one long task; prints a plain line every ten per cent where the output is no terminal."""
+
+    def __init__(self, progress: Progress, task: int, total: float) -> None:
+        self._progress, self._task, self._total = progress, task, total
+        self._printed = 0
+
+    def advance(self, units: float, note: str = "") -> None:
+        """Count `units` more of the task's unit and show `note` beside the bar."""
+        self._progress.update(self._task, advance=units, note=note)  # type: ignore[arg-type]
+        if console.is_terminal:
+            return
+        task = self._progress.tasks[0]
+        tenth = int(10 * task.completed / self._total) if self._total else 10
+        if tenth > self._printed:
+            self._printed = tenth
+            speed = task.speed or 0.0
+            left = (self._total - task.completed) / speed if speed else 0.0
+            console.print(
+                f"  {task.description}: {task.completed:,.0f} of {self._total:,.0f} {task.fields['unit']}, "
+                f"{speed:,.0f}/s, about {left:,.0f} s left {note}",
+                highlight=False,
+            )
+
+
+@contextmanager
+def meter(description: str, total: float, unit: str, done: float = 0) -> Iterator[Meter]:
+    """Show a bar for `total` units of `unit`, of which `done` were finished by an earlier run."""
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(),
+        TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+        console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+    with progress:
+        task = progress.add_task(description, total=total, completed=done, unit=unit, note="")
+        yield Meter(progress, task, total)
+
+
+def warn(message: str) -> None:
+    """A yellow line that does not stop the work."""
+    console.print(f"[yellow]warning[/yellow] {message}", highlight=False)
+
+
+def closing(wrote: str, following: str | None = None) -> None:
+    """The last lines of a verb: what was written, and the command that comes next."""
+    console.print(f"[green]wrote[/green] {wrote}", highlight=False)
+    if following:
+        console.print(f"[green]next[/green]  {following}", highlight=False)
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    """A small table; the first column is text, the others are right-aligned numbers."""
+    view = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        view.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        view.add_row(*row)
+    return view

@@ -1,0 +1,101 @@
+"""The canonical drafter: its dimensions, its tensors by name and shape, and the default dimensions for a target.
+
+Names are those that SGLang and vLLM both read (`LlamaForCausalLMEagle3`, no `model.` prefix). Taps are layer-input
+indices: tap k is the residual stream entering 0-based layer k.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+"""The layer's norms: of the token embedding, of the incoming hidden state, and of the MLP's input."""
+
+
+class RopeSpec(BaseModel):
+    """Rotary embedding of the drafter: base `theta` and the engine's scaling dictionary (None: plain RoPE)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    theta: float = Field(gt=0)
+    scaling: dict[str, Any] | None = None
+
+
+class DrafterSpec(BaseModel):
+    """Everything that a drafter is, besides the values of its tensors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    architecture: Literal["LlamaForCausalLMEagle3"] = "LlamaForCausalLMEagle3"
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, description="the target's vocabulary V")
+    draft_vocab_size: int = Field(gt=0, description="draft vocabulary D, rows of lm_head")
+    target_hidden_size: int = Field(gt=0)
+    target_num_layers: int = Field(gt=0)
+    taps: tuple[int, ...] = Field(min_length=1, description="layer-input indices, ascending")
+    rms_norm_eps: float = Field(gt=0)
+    rope: RopeSpec
+    max_position_embeddings: int = Field(gt=0, description="the context that engines may serve: the target's")
+    trained_length: int | None = Field(default=None, description="longest position seen in training")
+    fc_norm: bool = Field(default=False, description="EAGLE-3.1: an RMSNorm of its own on each tap before fc")
+    norm_output: bool = Field(default=False, description="EAGLE-3.1: recurrence passes on the post-norm hidden state")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DrafterSpec:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding turns pairs")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
+        if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] >= self.target_num_layers:
+            raise ValueError(
+                f"taps {list(self.taps)} must ascend within 0..{self.target_num_layers - 1}: engines feed them ascending"
+            )
+        if len(self.taps) * self.target_hidden_size == self.hidden_size:
+            raise ValueError(
+                f"{len(self.taps)} taps x target_hidden_size {self.target_hidden_size} equals hidden_size {self.hidden_size}: "
+                "SGLang would skip fc in silence"
+            )
+        return self
+
+    def trainable_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every floating-point tensor of a checkpoint, the frozen embedding left out."""
+        hidden, inter, dim = self.hidden_size, self.intermediate_size, self.head_dim
+        query, key = self.num_attention_heads * dim, self.num_key_value_heads * dim
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(self.taps) * self.target_hidden_size)}
+        if self.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(len(self.taps))}
+        shapes |= {f"midlayer.{norm}.weight": (hidden,) for norm in NORMS}
+        shapes |= {
+            "midlayer.self_attn.q_proj.weight": (query, 2 * hidden),
+            "midlayer.self_attn.k_proj.weight": (key, 2 * hidden),
+            "midlayer.self_attn.v_proj.weight": (key, 2 * hidden),
+            "midlayer.self_attn.o_proj.weight": (hidden, query),
+            "midlayer.mlp.gate_proj.weight": (inter, hidden),
+            "midlayer.mlp.up_proj.weight": (inter, hidden),
+            "midlayer.mlp.down_proj.weight": (hidden, inter),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (self.draft_vocab_size, hidden),
+        }
+        return shapes
+
+    def map_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the draft vocabulary's maps: d2t int64 offsets (D,), t2d bool (V,)."""
+        return {"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)}
+
+    def parameter_count(self) -> int:
+        """Trainable parameters (the target's embedding is frozen and not counted)."""
+        return sum(prod(shape) for shape in self.trainable_shapes().values())
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """`[2, L//2, L-3]`, which SGLang and vLLM take by default; 2/30/58 for the 61 layers of Kimi-K2.5."""
+    return (2, num_layers // 2, num_layers - 3)

@@ -1,0 +1,121 @@
+"""Files that appear whole or not at all, and their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith.configs.errors import DraftsmithError
+
+TEMPORARY_MARK = ".partial-"
+"""Names that contain this belong to unfinished writes; readers ignore them and writers may delete them."""
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder's entries to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path`; on success flush it and rename it to `path`, on failure delete it.
+
+    The rename is atomic on one file system: a reader sees the old file or the new one, never half.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}{TEMPORARY_MARK}{uuid.uuid4().hex[:8]}")
+    try:
+        yield temporary
+        fsync_path(temporary)
+        temporary.replace(path)
+        fsync_path(path.parent)
+    except OSError as error:
+        raise DraftsmithError(
+            f"could not write {path.name}: {error.strerror or error}",
+            where=path,
+            mend="free some space or name another folder",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary sibling folder; on success flush every file in it and rename the folder to `path`.
+
+    With `replace` an existing `path` is moved aside first and deleted after; without it an existing `path` is an
+    error, raised before anything is written. A killed process leaves only a sibling whose name has TEMPORARY_MARK.
+    """
+    if path.exists() and not replace:
+        raise DraftsmithError(
+            "the destination exists already", where=path, mend="name another folder or pass --overwrite"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}{TEMPORARY_MARK}{uuid.uuid4().hex[:8]}")
+    aside = path.with_name(f".{path.name}{TEMPORARY_MARK}old-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        for entry in sorted(temporary.rglob("*")):
+            fsync_path(entry)
+        fsync_path(temporary)
+        if path.exists():
+            path.rename(aside)
+        temporary.rename(path)
+        fsync_path(path.parent)
+    except OSError as error:
+        raise DraftsmithError(
+            f"could not write {path.name}: {error.strerror or error}",
+            where=path,
+            mend="free some space or name another folder",
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if aside.exists() and not path.exists():
+            aside.rename(path)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON with a final newline, atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, *, what: str, mend: str | None = None) -> dict[str, Any]:
+    """Read a JSON object; a missing file, bad syntax or another type is a DraftsmithError that calls the file `what`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DraftsmithError(f"{what} is missing", where=path, mend=mend) from None
+    except NotADirectoryError:
+        raise DraftsmithError(f"{what} is missing", where=path, mend=mend) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DraftsmithError(f"{what} is not valid JSON: {error}", where=path, mend=mend) from None
+    if not isinstance(value, dict):
+        raise DraftsmithError(
+            f"{what} holds no JSON object", where=path, found=type(value).__name__, expected="object", mend=mend
+        )
+    return value
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Hex SHA-256 of a JSON value in canonical form (sorted keys, no spaces)."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

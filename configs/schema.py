@@ -1,0 +1,281 @@
+"""The strict, typed configuration of a run, read from YAML with `key=value` overrides. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftsmith.configs.errors import DraftsmithError
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values never change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSection(Section):
+    """The model whose hidden states are harvested."""
+
+    path: Path = Field(description="folder with config.json, tokenizer and safetensors weights")
+    taps: tuple[int, ...] | None = Field(default=None, description="layer-input indices; none: [2, L//2, L-3]")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="auto: the dtype its config names"
+    )
+    trust_remote_code: bool = Field(default=False, description="run Python code that the target's folder ships")
+    facts: str | None = Field(
+        default=None, description="name of a shipped config.json that `plan` reads while `path` does not exist"
+    )
+
+
+class PromptsSection(Section):
+    """Prompts for training and for evaluation; a prompt that stands in both is dropped from training."""
+
+    train: str = Field(default="builtin:train", description="`builtin:train` or a jsonl file")
+    heldout: str = Field(default="builtin:heldout", description="`builtin:heldout` or a jsonl file")
+    train_limit: int | None = Field(default=None, gt=0, description="use the first N")
+    heldout_limit: int | None = Field(default=None, gt=0, description="use the first N")
+
+
+class SynthesizeSection(Section):
+    """The target answers every user turn."""
+
+    batch_size: int = Field(default=16, gt=0, description="conversations answered at once")
+    max_new_tokens: int = Field(default=512, gt=0, description="a turn longer than this is cut and marked `length`")
+    max_prompt_tokens: int = Field(default=2048, gt=0, description="longer prompts are rejected and counted")
+    temperature: float = Field(default=0.0, ge=0.0, description="0: greedy")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    seed: int = 0
+
+
+class HarvestSection(Section):
+    """The target's hidden states over the conversations, written to a store."""
+
+    batch_tokens: int = Field(default=8192, gt=0, description="tokens in one forward pass, padding included")
+    max_length: int | None = Field(
+        default=None, gt=0, description="conversations are cut here; none: the target's context"
+    )
+    shard_tokens: int = Field(default=262_144, gt=0, description="tokens in one shard file")
+
+
+class VocabSection(Section):
+    """The draft vocabulary: the most frequent generated tokens, special tokens always in."""
+
+    size: int = Field(default=32_000, gt=0, description="D; capped at the target's vocabulary")
+
+
+class DrafterSection(Section):
+    """Dimensions of the drafter; what is left out follows the target."""
+
+    hidden_size: int | None = Field(default=None, gt=0)
+    intermediate_size: int | None = Field(default=None, gt=0)
+    num_attention_heads: int | None = Field(default=None, gt=0)
+    num_key_value_heads: int | None = Field(default=None, gt=0)
+    head_dim: int | None = Field(default=None, gt=0)
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class TrainSection(Section):
+    """The training-time-test unroll and its optimiser (EAGLE-3, arXiv 2503.01840, section 3)."""
+
+    unroll_steps: int = Field(default=7, ge=1, le=16, description="draft steps unrolled per position")
+    step_decay: float = Field(default=0.8, gt=0.0, le=1.0, description="weight of step i is step_decay ** i")
+    mask: Literal["aligned", "upstream"] = Field(
+        default="aligned", description="`upstream` tests the mask of x[t], as public trainers do; for comparisons only"
+    )
+    out_of_vocabulary: Literal["skip", "keep"] = Field(
+        default="skip",
+        description="positions whose target argmax is outside the draft vocabulary: no gradient, or a renormalised teacher",
+    )
+    head_init: Literal["target", "random"] = Field(
+        default="target", description="draft head: rows of the target's head, or random"
+    )
+    layer_init: Literal["target", "random"] = Field(
+        default="random", description="decoder layer: the target's last layer, or random"
+    )
+    epochs: int = Field(default=10, gt=0)
+    batch_tokens: int = Field(default=4096, gt=0, description="tokens of one optimiser step over all processes")
+    max_length: int = Field(
+        default=2048, gt=1, description="conversations are cut into windows of at most this many tokens"
+    )
+    learning_rate: float = Field(default=1e-4, gt=0.0)
+    min_learning_rate_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    warmup_ratio: float = Field(default=0.02, ge=0.0, le=1.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = Field(default=1.0, gt=0.0, description="largest global gradient norm")
+    seed: int = 0
+    save_every: int = Field(default=200, gt=0, description="optimiser steps between checkpoints")
+    evaluate_every: int = Field(
+        default=200, gt=0, description="optimiser steps between evaluations on held-out conversations"
+    )
+    keep_checkpoints: int = Field(default=2, gt=0, description="besides the best one")
+    guard_threshold: float = Field(
+        default=0.97,
+        ge=0.0,
+        le=1.0,
+        description="teacher guard: least share of greedy tokens that the head must reproduce",
+    )
+    log_with: Literal["none", "tensorboard", "wandb"] = "none"
+    log_every: int = Field(default=10, gt=0)
+
+
+class EvaluateSection(Section):
+    """Greedy chains replayed on held-out conversations."""
+
+    draft_steps: int = Field(default=3, ge=1, le=16, description="K: drafted tokens a chain")
+    batch_tokens: int = Field(default=4096, gt=0)
+
+
+class RunConfig(Section):
+    """One run, from prompts to an exported drafter. Every verb reads the same file."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    runs: Path = Field(default=Path("runs"), description="the run writes into runs/NAME and nowhere else")
+    target: TargetSection
+    prompts: PromptsSection = PromptsSection()
+    synthesize: SynthesizeSection = SynthesizeSection()
+    harvest: HarvestSection = HarvestSection()
+    vocab: VocabSection = VocabSection()
+    drafter: DrafterSection = DrafterSection()
+    train: TrainSection = TrainSection()
+    evaluate: EvaluateSection = EvaluateSection()
+
+    @property
+    def folder(self) -> Path:
+        """runs/NAME."""
+        return self.runs / self.name
+
+    def conversations(self, split: Split) -> Path:
+        """jsonl of the target's answers, `split` being train or heldout."""
+        return self.folder / "conversations" / f"{split}.jsonl"
+
+    def store(self, split: Split) -> Path:
+        """Folder of harvested hidden states."""
+        return self.folder / "harvest" / split
+
+    @property
+    def vocab_file(self) -> Path:
+        """d2t, t2d and the counts they come from."""
+        return self.folder / "vocab.safetensors"
+
+    @property
+    def training(self) -> Path:
+        """Folder of checkpoints and training metrics."""
+        return self.folder / "train"
+
+    @property
+    def drafter_folder(self) -> Path:
+        """The converted drafter, as engines load it."""
+        return self.folder / "drafter"
+
+
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run configuration.
+
+    Args:
+        source: a YAML file, or the name of a shipped preset (`smollm2-135m`).
+        overrides: `section.key=value` strings; values are YAML (`train.epochs=3`, `target.taps=[2,15,27]`).
+
+    Raises:
+        DraftsmithError: no such file or preset, bad YAML, an unknown key (with the nearest known one), a bad value.
+    """
+    file = _find(source)
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise DraftsmithError(f"the configuration is not valid YAML: {error}", where=file) from None
+    if not isinstance(values, dict):
+        raise DraftsmithError(
+            "the configuration holds no mapping",
+            where=file,
+            found=type(values).__name__,
+            expected="name:, target:, ...",
+        )
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        raise _explain(error, file) from None
+
+
+def preset_names() -> list[str]:
+    """Names that `load_config` takes in place of a file."""
+    return sorted(file.stem for file in PRESETS.glob("*.yaml"))
+
+
+def _find(source: str | Path) -> Path:
+    file = Path(source)
+    if file.is_file():
+        return file
+    preset = PRESETS / f"{source}.yaml"
+    if file.name == str(source) and preset.is_file():
+        return preset
+    raise DraftsmithError(
+        "the configuration does not exist",
+        where=file,
+        expected=f"a YAML file or one of the presets {', '.join(preset_names())}",
+    )
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise DraftsmithError(
+            "an override is not of the form section.key=value", found=override, mend="for example: train.epochs=3"
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DraftsmithError(f"an override's value is not valid YAML: {error}", found=override) from None
+    node = values
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise DraftsmithError("an override goes below a plain value", found=override, where=key)
+        node = child
+    node[keys[-1]] = value
+
+
+def _explain(error: ValidationError, file: Path) -> DraftsmithError:
+    lines = []
+    for fault in error.errors():
+        place = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            known = _fields(fault["loc"][:-1])
+            near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+            lines.append(f"{place}: unknown key; {hint}")
+        elif fault["type"] == "missing":
+            lines.append(f"{place}: missing")
+        else:
+            lines.append(f"{place}: {fault['msg']}; found {fault['input']!r}")
+    return DraftsmithError(
+        "the configuration is refused:\n  " + "\n  ".join(lines),
+        where=file,
+        mend="edit the file or override the key on the command line",
+    )
+
+
+def _fields(path: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return sorted(model.model_fields)

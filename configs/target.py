@@ -1,0 +1,303 @@
+"""Read a target's config.json and weight index: dimensions, context, RoPE, and where embedding, norm and head lie.
+
+The model itself is never loaded; tensor shapes come from safetensors headers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.configs.drafter import DrafterSpec, RopeSpec, default_taps
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import read_json, sha256_file, sha256_json
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIXES = (
+    "model.",
+    "language_model.model.",
+    "model.language_model.",
+    "language_model.",
+    "llm.model.",
+    "transformer.",
+    "",
+)
+"""Where wrappers keep the language model's trunk, most common first."""
+
+CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+"""The engines' own order (SGLang `get_context_length`); the first that is present counts."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors format itself."""
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor in a safetensors file: its name there, the file, its shape and its safetensors dtype (`BF16`, ...)."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    def load(self) -> torch.Tensor:
+        """Read this one tensor (memory-mapped; nothing else of the file is read)."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as handle:
+            return handle.get_tensor(self.name)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target as its files describe it. `text_config` is the nested language-model config where there is one."""
+
+    path: Path
+    architecture: str
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    dtype: str
+    tied: bool
+    config: dict[str, Any] = field(repr=False)
+    text_config: dict[str, Any] = field(repr=False)
+    embedding: TensorRef | None
+    final_norm: TensorRef | None
+    head: TensorRef | None
+
+    def require(self, role: str) -> TensorRef:
+        """The embedding, final_norm or head; an error that names the file when its weights are not in the folder."""
+        ref: TensorRef | None = getattr(self, role)
+        if ref is None:
+            raise DraftsmithError(
+                f"the target's {role.replace('_', ' ')} cannot be found",
+                where=self.path,
+                expected=f"a safetensors file or index that names it under one of the prefixes {', '.join(p or '(none)' for p in PREFIXES)}",
+                mend="put the shard that holds it beside config.json",
+            )
+        return ref
+
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes that tell this target from another: config, weight index or headers, tokenizer, chat template."""
+        marks = {"config": sha256_json(self.config)}
+        for label, name in (
+            ("index", "model.safetensors.index.json"),
+            ("tokenizer", "tokenizer.json"),
+            ("chat_template", "chat_template.jinja"),
+        ):
+            if (self.path / name).is_file():
+                marks[label] = sha256_file(self.path / name)
+        for role in ("final_norm", "head"):
+            ref: TensorRef | None = getattr(self, role)
+            if ref is not None:
+                marks[role] = sha256_json([ref.name, list(ref.shape), ref.dtype])
+        return marks
+
+
+def read_target(path: Path | str) -> Target:
+    """Read the folder at `path`.
+
+    Raises:
+        DraftsmithError: no folder, no config.json, a needed field is missing or of the wrong kind, or the weight
+            index names a file outside the folder or one that is unreadable.
+    """
+    folder = Path(path)
+    mend = "name a folder that holds the target's config.json; for the small everyday target run: python scripts/make_smollm2.py DIR"
+    if not folder.is_dir():
+        raise DraftsmithError("the target folder does not exist", where=folder, mend=mend)
+    config = read_json(folder / "config.json", what="the target's config.json", mend=mend)
+    text = _text_config(config)
+    where = folder / "config.json"
+
+    hidden, heads = _integer(text, "hidden_size", where), _integer(text, "num_attention_heads", where)
+    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    tensors = locate_tensors(folder)
+    embedding = _find(tensors, "embed_tokens.weight")
+    head = _find(tensors, "lm_head.weight") or (embedding if tied else None)
+    architectures = config.get("architectures") or text.get("architectures")
+    if not architectures:
+        raise DraftsmithError(
+            "the target's config names no architecture", where=where, expected='"architectures": ["..."]'
+        )
+    return Target(
+        path=folder,
+        architecture=architectures[0],
+        model_type=str(config.get("model_type", "")),
+        hidden_size=hidden,
+        intermediate_size=_integer(text, "intermediate_size", where),
+        num_layers=_integer(text, "num_hidden_layers", where),
+        num_attention_heads=heads,
+        num_key_value_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(text.get("head_dim") or hidden // heads),
+        vocab_size=_integer(text, "vocab_size", where),
+        context_length=derived_context(text),
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rope=read_rope(text),
+        dtype=str(
+            text.get("dtype")
+            or text.get("torch_dtype")
+            or config.get("dtype")
+            or config.get("torch_dtype")
+            or "bfloat16"
+        ),
+        tied=tied,
+        config=config,
+        text_config=text,
+        embedding=embedding,
+        final_norm=_find(tensors, "norm.weight"),
+        head=head,
+    )
+
+
+def default_drafter(target: Target, draft_vocab_size: int, **changes: Any) -> DrafterSpec:
+    """The drafter that fits `target`: its widths, heads and RoPE, one layer, default taps; `changes` win."""
+    values: dict[str, Any] = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": target.head_dim,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "target_num_layers": target.num_layers,
+        "taps": default_taps(target.num_layers),
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope": target.rope,
+        "max_position_embeddings": target.context_length,
+    }
+    values |= {key: value for key, value in changes.items() if value is not None}
+    try:
+        return DrafterSpec(**values)
+    except ValueError as error:
+        raise DraftsmithError(
+            f"no drafter of these dimensions can be served: {error}", where="drafter section of the configuration"
+        ) from None
+
+
+def derived_context(text: dict[str, Any]) -> int:
+    """The context length that SGLang derives from a text config: the first CONTEXT_KEYS entry times the RoPE factor.
+
+    The factor counts only for scalings without `original_max_position_embeddings` that transformers 5 leaves as they
+    are (`linear`, `dynamic`); YaRN gets its original length filled in when the config is parsed, llama3 never counts.
+    """
+    base = next((int(text[key]) for key in CONTEXT_KEYS if isinstance(text.get(key), int | float)), 2048)
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind in ("linear", "dynamic") and not scaling.get("original_max_position_embeddings"):
+        return int(base * float(scaling.get("factor", 1)))
+    return base
+
+
+def read_rope(text: dict[str, Any]) -> RopeSpec:
+    """RoPE base and scaling from either spelling (`rope_parameters` wins over `rope_theta`, as in transformers 5)."""
+    parameters = text.get("rope_parameters")
+    if isinstance(parameters, dict) and "full_attention" in parameters:
+        parameters = parameters["full_attention"]
+    scaling = dict(parameters or text.get("rope_scaling") or {})
+    theta = float(scaling.pop("rope_theta", None) or text.get("rope_theta") or 10000.0)
+    kind = scaling.pop("type", None)
+    scaling.setdefault("rope_type", kind or "default")
+    return RopeSpec(theta=theta, scaling=None if scaling["rope_type"] == "default" else scaling)
+
+
+def locate_tensors(folder: Path) -> dict[str, TensorRef]:
+    """Name -> place of every tensor whose safetensors file is in `folder`; files that an index names but that are
+    absent are passed over (a target folder may hold only the shards with embedding, norm and head).
+
+    Raises:
+        DraftsmithError: an index that names a path outside the folder, or an unreadable safetensors header.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index, what="the weight index").get("weight_map", {})
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise DraftsmithError(
+                    "the weight index names a file outside its folder",
+                    where=index,
+                    found=name,
+                    expected="a bare file name",
+                )
+        files = [folder / name for name in names if (folder / name).is_file()]
+    else:
+        weight_map = None
+        files = sorted(folder.glob("*.safetensors"))
+    found: dict[str, TensorRef] = {}
+    for file in files:
+        for name, entry in read_header(file).items():
+            if weight_map is None or weight_map.get(name) == file.name:
+                found[name] = TensorRef(name, file, tuple(entry["shape"]), entry["dtype"])
+    return found
+
+
+def read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """The header of a safetensors file: name -> {dtype, shape, data_offsets}, `__metadata__` left out.
+
+    Raises:
+        DraftsmithError: truncated file, header over the format's limit, or data offsets past the end of the file.
+    """
+    size = file.stat().st_size
+    mend = "fetch the file again; it is damaged or still being written"
+    try:
+        with file.open("rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"header of {length:,} bytes in a file of {size:,}")
+            header: dict[str, Any] = json.loads(handle.read(length))
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DraftsmithError(f"not a readable safetensors file: {error}", where=file, mend=mend) from None
+    if 8 + length + end != size:
+        raise DraftsmithError(
+            "the safetensors file is cut off or padded",
+            where=file,
+            found=f"{size:,} bytes",
+            expected=f"{8 + length + end:,} bytes",
+            mend=mend,
+        )
+    return header
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    for key in ("text_config", "llm_config", "language_config"):
+        nested = config.get(key)
+        if isinstance(nested, dict) and "hidden_size" in nested:
+            return nested
+    return config
+
+
+def _integer(text: dict[str, Any], key: str, where: Path) -> int:
+    value = text.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise DraftsmithError(
+            f"the target's config has no usable {key}", where=where, found=value, expected="a positive integer"
+        )
+    return value
+
+
+def _find(tensors: dict[str, TensorRef], suffix: str) -> TensorRef | None:
+    """The trunk's tensor `suffix`, or the head, which wrappers keep beside the trunk rather than inside it."""
+    for prefix in PREFIXES:
+        candidates = [prefix + suffix]
+        if suffix.startswith("lm_head"):
+            candidates.append(prefix.removesuffix("model.") + suffix)
+        for name in candidates:
+            if name in tensors:
+                return tensors[name]
+    return None
