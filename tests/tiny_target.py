@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -63,13 +67,13 @@ def make_tiny_target(
                 parameter.mul_(5.0)
             else:
                 parameter.mul_(10.0)
-        model.get_output_embeddings().weight[END_OF_TURN].mul_(3.0)
+        model.get_output_embeddings().weight[END_OF_TURN].mul_(1.6)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
 
-def make_tiny_tokenizer(vocab_size: int = 400):  # noqa: ANN201 - transformers is imported when needed
+def make_tiny_tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on a sentence, with the ChatML template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
