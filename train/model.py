@@ -1,0 +1,150 @@
+"""The EAGLE-3 drafter: one decoder layer over the fused taps and the token embedding. Tensor names are the served ones.
+
+Notable choices: the residual is the un-normed hidden state and the embedding comes first in the concatenation, as
+SGLang and vLLM compute it; the target's embedding is a buffer outside the state dict, so that a checkpoint can never
+hold a stale copy; modules work on rows (n, ...) without a batch dimension, since training packs conversations.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftsmith.configs.drafter import DrafterSpec
+from draftsmith.train.attention import Segments, unroll_attention
+from draftsmith.train.rope import inverse_frequencies, rotate
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of the layer's attention; q, k and v read the concatenation of width 2 * hidden."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.head_dim = spec.head_dim
+        self.q_proj = nn.Linear(2 * spec.hidden_size, query, bias=False)
+        self.k_proj = nn.Linear(2 * spec.hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(2 * spec.hidden_size, key, bias=False)
+        self.o_proj = nn.Linear(query, spec.hidden_size, bias=False)
+
+    def split(self, projected: Tensor) -> Tensor:
+        """(rows, heads * head_dim) -> (rows, heads, head_dim)."""
+        return projected.view(projected.shape[0], -1, self.head_dim)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """The one layer. Its parts are called by `Drafter.step`, since keys and queries cover different rows."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = Attention(spec)
+        self.mlp = MLP(spec)
+
+
+class Cache:
+    """Keys and values of one unroll: step 0 of every row, then one row a query for each later step."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.own_keys: list[Tensor] = []
+        self.own_values: list[Tensor] = []
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop the later steps' keys of queries that are not in `rows` (indices into the queries so far)."""
+        self.own_keys = [key[rows] for key in self.own_keys]
+        self.own_values = [value[rows] for value in self.own_values]
+
+
+class Drafter(nn.Module):
+    """`LlamaForCausalLMEagle3`.
+
+    Args:
+        spec: dimensions; parameters are float32 and named as `spec.trainable_shapes()`.
+        embedding: the target's token embedding (V, hidden_size), frozen.
+    """
+
+    def __init__(self, spec: DrafterSpec, embedding: Tensor) -> None:
+        super().__init__()
+        self.spec = spec
+        self.fc = nn.Linear(len(spec.taps) * spec.target_hidden_size, spec.hidden_size, bias=False)
+        if spec.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(spec.target_hidden_size, spec.rms_norm_eps) for _ in spec.taps)
+        self.midlayer = DecoderLayer(spec)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+        self.register_buffer("embedding", embedding, persistent=False)
+        frequencies, self.rope_factor = inverse_frequencies(spec)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """h0: taps (rows, K, H) in ascending order of layer -> (rows, hidden)."""
+        if self.spec.fc_norm:
+            taps = torch.stack([norm(taps[:, index]) for index, norm in enumerate(self.fc_norm)], dim=1)
+        return self.fc(taps.flatten(1))
+
+    def step(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, queries: Tensor | None, cache: Cache, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step.
+
+        Args:
+            ids: int64 (rows,), the token fed at each row.
+            hidden: (rows, hidden), h fed at each row.
+            positions: int64 (rows,), RoPE positions.
+            queries: at step 0, which rows draft (the others only lend their keys); at later steps None: all rows do.
+            cache: filled at step 0, grown by one own key a query at later steps.
+            segments: of the keys of step 0 and of the queries.
+
+        Returns:
+            The next step's h (queries, hidden), and the post-norm hidden state that the draft head reads.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        embedded = F.embedding(ids, self.embedding).to(hidden.dtype)
+        joined = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1)
+        key = rotate(attention.split(attention.k_proj(joined)), positions, self.frequencies, self.rope_factor)
+        value = attention.split(attention.v_proj(joined))
+        if cache.keys is None or cache.values is None:
+            cache.keys, cache.values = key, value
+        else:
+            cache.own_keys.append(key)
+            cache.own_values.append(value)
+        if queries is not None:
+            joined, hidden, positions = joined[queries], hidden[queries], positions[queries]
+        query = rotate(attention.split(attention.q_proj(joined)), positions, self.frequencies, self.rope_factor)
+        mixed = unroll_attention(query, cache.keys, cache.values, cache.own_keys, cache.own_values, segments)
+        attended = hidden + attention.o_proj(mixed.flatten(1))
+        after = attended + layer.mlp(layer.post_attention_layernorm(attended))
+        normed = self.norm(after)
+        return (normed if self.spec.norm_output else after), normed

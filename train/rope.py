@@ -1,0 +1,41 @@
+"""Rotary embedding of the drafter, from the same table of initialisers that transformers (and so vLLM and SGLang) use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftsmith.configs.drafter import DrafterSpec
+
+
+def inverse_frequencies(spec: DrafterSpec) -> tuple[Tensor, float]:
+    """Inverse frequencies float32 (head_dim/2,) and the factor on cos and sin (1 unless the scaling is YaRN).
+
+    Source: `transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS`; plain RoPE is theta ** (-2j / head_dim).
+    """
+    if spec.rope.scaling is None:
+        exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+        return 1.0 / (spec.rope.theta**exponent), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_attention_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters={"rope_theta": spec.rope.theta, **spec.rope.scaling},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[spec.rope.scaling["rope_type"]](config, torch.device("cpu"))
+    return frequencies.float(), float(factor)
+
+
+def rotate(states: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
+    """Turn `states` (rows, heads, head_dim) by `positions` (rows,): halves paired, as Llama does.
+
+    Angles, cosines and the turn itself are float32; the result has the dtype of `states`.
+    """
+    angles = positions.to(torch.float32)[:, None] * frequencies[None, :]
+    cos, sin = (angles.cos() * factor)[:, None], (angles.sin() * factor)[:, None]
+    first, second = states.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(states.dtype)
