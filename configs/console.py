@@ -6,8 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -29,14 +39,14 @@ class _RateColumn(ProgressColumn):
 class Meter:
     """Progress of one long task; prints a plain line every ten per cent where the output is no terminal."""
 
-    def __init__(self, progress: Progress, task: int, total: float) -> None:
-        self._progress, self._task, self._total = progress, task, total
+    def __init__(self, progress: Progress, task: TaskID, total: float, *, quiet: bool) -> None:
+        self._progress, self._task, self._total, self._quiet = progress, task, total, quiet
         self._printed = 0
 
     def advance(self, units: float, note: str = "") -> None:
         """Count `units` more of the task's unit and show `note` beside the bar."""
-        self._progress.update(self._task, advance=units, note=note)  # type: ignore[arg-type]
-        if console.is_terminal:
+        self._progress.update(self._task, advance=units, note=note)
+        if self._quiet or console.is_terminal:
             return
         task = self._progress.tasks[0]
         tenth = int(10 * task.completed / self._total) if self._total else 10
@@ -52,16 +62,16 @@ class Meter:
 
 
 @contextmanager
-def meter(description: str, total: float, unit: str, done: float = 0) -> Iterator[Meter]:
-    """Show a bar for `total` units of `unit`, of which `done` were finished by an earlier run."""
+def meter(description: str, total: float, unit: str, done: float = 0, *, quiet: bool = False) -> Iterator[Meter]:
+    """Show a bar for `total` units of `unit`, of which `done` were finished by an earlier run; nothing if `quiet`."""
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(),
         TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-        console=console, disable=not console.is_terminal,
+        console=console, disable=quiet or not console.is_terminal,
     )  # fmt: skip
     with progress:
-        task = progress.add_task(description, total=total, completed=done, unit=unit, note="")
-        yield Meter(progress, task, total)
+        task = progress.add_task(description, total=total, completed=int(done), unit=unit, note="")
+        yield Meter(progress, task, total, quiet=quiet)
 
 
 def warn(message: str) -> None:
@@ -76,11 +86,11 @@ def closing(wrote: str, following: str | None = None) -> None:
         console.print(f"[green]next[/green]  {following}", highlight=False)
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    """A small table; the first column is text, the others are right-aligned numbers."""
+def table(title: str, columns: list[str], rows: list[list[str]], *, left: bool = False) -> Table:
+    """A small table; the first column is text, the others are right-aligned numbers unless `left`."""
     view = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        view.add_column(column, justify="left" if index == 0 else "right")
+        view.add_column(column, justify="left" if left or index == 0 else "right")
     for row in rows:
         view.add_row(*row)
     return view

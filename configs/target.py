@@ -32,6 +32,11 @@ PREFIXES = (
 CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 """The engines' own order (SGLang `get_context_length`); the first that is present counts."""
 
+MEND = (
+    "name a folder that holds the target's config.json; for the small everyday target run: "
+    "python scripts/make_smollm2.py DIR"
+)
+
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
 
@@ -85,7 +90,7 @@ class Target:
             raise DraftsmithError(
                 f"the target's {role.replace('_', ' ')} cannot be found",
                 where=self.path,
-                expected=f"a safetensors file or index that names it under one of the prefixes {', '.join(p or '(none)' for p in PREFIXES)}",
+                expected=f"a safetensors file that names it under a known prefix: {', '.join(filter(None, PREFIXES))} or none",
                 mend="put the shard that holds it beside config.json",
             )
         return ref
@@ -115,44 +120,44 @@ def read_target(path: Path | str) -> Target:
             index names a file outside the folder or one that is unreadable.
     """
     folder = Path(path)
-    mend = "name a folder that holds the target's config.json; for the small everyday target run: python scripts/make_smollm2.py DIR"
     if not folder.is_dir():
-        raise DraftsmithError("the target folder does not exist", where=folder, mend=mend)
-    config = read_json(folder / "config.json", what="the target's config.json", mend=mend)
-    text = _text_config(config)
-    where = folder / "config.json"
+        raise DraftsmithError("the target folder does not exist", where=folder, mend=MEND)
+    return parse_target(folder / "config.json", locate_tensors(folder))
 
-    hidden, heads = _integer(text, "hidden_size", where), _integer(text, "num_attention_heads", where)
+
+def parse_target(config_file: Path, tensors: dict[str, TensorRef]) -> Target:
+    """Read a target from its config.json and the places of its tensors (which may be empty).
+
+    Raises:
+        DraftsmithError: the file is missing or lacks a needed field.
+    """
+    config = read_json(config_file, what="the target's config.json", mend=MEND)
+    text = _text_config(config)
+    hidden, heads = _integer(text, "hidden_size", config_file), _integer(text, "num_attention_heads", config_file)
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-    tensors = locate_tensors(folder)
     embedding = _find(tensors, "embed_tokens.weight")
     head = _find(tensors, "lm_head.weight") or (embedding if tied else None)
     architectures = config.get("architectures") or text.get("architectures")
     if not architectures:
         raise DraftsmithError(
-            "the target's config names no architecture", where=where, expected='"architectures": ["..."]'
+            "the target's config names no architecture", where=config_file, expected='"architectures": ["..."]'
         )
+    dtype = next((c[k] for c in (text, config) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16")
     return Target(
-        path=folder,
+        path=config_file.parent,
         architecture=architectures[0],
         model_type=str(config.get("model_type", "")),
         hidden_size=hidden,
-        intermediate_size=_integer(text, "intermediate_size", where),
-        num_layers=_integer(text, "num_hidden_layers", where),
+        intermediate_size=_integer(text, "intermediate_size", config_file),
+        num_layers=_integer(text, "num_hidden_layers", config_file),
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
         head_dim=int(text.get("head_dim") or hidden // heads),
-        vocab_size=_integer(text, "vocab_size", where),
+        vocab_size=_integer(text, "vocab_size", config_file),
         context_length=derived_context(text),
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         rope=read_rope(text),
-        dtype=str(
-            text.get("dtype")
-            or text.get("torch_dtype")
-            or config.get("dtype")
-            or config.get("torch_dtype")
-            or "bfloat16"
-        ),
+        dtype=str(dtype),
         tied=tied,
         config=config,
         text_config=text,

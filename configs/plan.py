@@ -1,0 +1,100 @@
+"""What a run would do, computed before anything runs: taps, drafter, tokens, disk, memory, steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.configs.drafter import DrafterSpec
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import PRESETS, RunConfig
+from draftsmith.configs.target import Target, default_drafter, parse_target, read_target
+
+MASTER_BYTES = 16
+"""Bytes a trained parameter: float32 weight, gradient and the two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Figures of a run. Tokens are exact where conversations exist and an upper bound before."""
+
+    target: Target
+    target_from_facts: bool
+    spec: DrafterSpec
+    conversations: int
+    tokens: int
+    tokens_exact: bool
+    store_bytes: int
+    weight_bytes: int
+    training_bytes: int
+    optimiser_steps: int
+
+
+def make_plan(config: RunConfig, conversations: int, turns: int, tokens: int | None) -> Plan:
+    """Plan a run.
+
+    Args:
+        config: the run.
+        conversations: training conversations there are or will be.
+        turns: assistant turns in them.
+        tokens: their tokens if they exist already; else a bound is taken from the synthesize section.
+    """
+    target, from_facts = planned_target(config)
+    spec = default_drafter(
+        target, min(config.vocab.size, target.vocab_size), taps=config.target.taps, **config.drafter.model_dump()
+    )
+    bound = conversations * config.synthesize.max_prompt_tokens + turns * config.synthesize.max_new_tokens
+    count = bound if tokens is None else tokens
+    frozen = target.vocab_size * target.hidden_size + spec.draft_vocab_size * target.hidden_size
+    return Plan(
+        target=target,
+        target_from_facts=from_facts,
+        spec=spec,
+        conversations=conversations,
+        tokens=count,
+        tokens_exact=tokens is not None,
+        store_bytes=count * ((len(spec.taps) + 1) * target.hidden_size * 2 + 9),
+        weight_bytes=spec.parameter_count() * 2,
+        training_bytes=spec.parameter_count() * MASTER_BYTES + frozen * 4,
+        optimiser_steps=config.train.epochs * -(-count // config.train.batch_tokens),
+    )
+
+
+def planned_target(config: RunConfig) -> tuple[Target, bool]:
+    """The run's target; where its folder does not exist yet, the facts that ship with the preset (then True)."""
+    name = config.target.facts
+    if config.target.path.exists() or name is None:
+        return read_target(config.target.path), False
+    file = PRESETS / "facts" / f"{name}.json"
+    if not file.is_file():
+        known = ", ".join(sorted(entry.stem for entry in (PRESETS / "facts").glob("*.json")))
+        raise DraftsmithError("no facts are shipped under that name", where="target.facts", found=name, expected=known)
+    return parse_target(file, {}), True
+
+
+def describe(plan: Plan, config: RunConfig) -> list[tuple[str, str]]:
+    """The plan as label and text, in the order in which a person reads it."""
+    target, spec = plan.target, plan.spec
+    bound = "" if plan.tokens_exact else "at most "
+    heads = f"{spec.num_attention_heads}/{spec.num_key_value_heads} heads of {spec.head_dim}"
+    return [
+        ("target", f"{target.architecture}, {target.num_layers} layers, hidden {target.hidden_size}, vocabulary {target.vocab_size:,}"),
+        ("", f"context {target.context_length:,}, RoPE theta {target.rope.theta:g}" + (f", {target.rope.scaling}" if target.rope.scaling else "")),
+        ("", f"facts shipped with draftsmith; {config.target.path} does not exist yet" if plan.target_from_facts else str(target.path)),
+        ("taps", f"{' / '.join(map(str, spec.taps))} (layer inputs)"),
+        ("drafter", f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}, {heads}, draft vocabulary {spec.draft_vocab_size:,}"),
+        ("", f"{spec.parameter_count():,} trainable parameters, {size(plan.weight_bytes)} served in bf16"),
+        ("conversations", f"{plan.conversations:,} ({bound}{plan.tokens:,} tokens)"),
+        ("disk", f"{bound}{size(plan.store_bytes)} of hidden states ({plan.store_bytes // max(1, plan.tokens):,} bytes a token)"),
+        ("memory", f"{size(plan.training_bytes)} for weights, gradients and AdamW on one process, activations aside"),
+        ("training", f"{config.train.epochs} epochs, {bound}{plan.optimiser_steps:,} steps of {config.train.batch_tokens:,} tokens, {config.train.unroll_steps} unroll steps"),
+        ("writes", str(config.folder)),
+    ]  # fmt: skip
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1,234,567 -> `1.2 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,164 @@
+"""The front door: one sub-command a verb. What each verb does lives in its room and is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftsmith import __version__
+from draftsmith.configs.console import console, out, table
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import SPLITS, RunConfig, load_config, preset_names
+
+app = typer.Typer(
+    name="draftsmith",
+    help="Raise EAGLE-3 drafters: harvest a target's hidden states, train the drafter, prove what engines will serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[str, typer.Argument(help=f"a YAML file or a preset ({', '.join(preset_names())})", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, e.g. train.epochs=3", metavar="[KEY=VALUE]...")
+]
+SplitOption = Annotated[str, typer.Option("--split", help="train, heldout or both")]
+
+
+def _splits(name: str) -> list[Any]:
+    if name == "both":
+        return list(SPLITS)
+    if name in SPLITS:
+        return [name]
+    raise DraftsmithError("no such split", where="--split", found=name, expected=", ".join((*SPLITS, "both")))
+
+
+@app.command()
+def plan(config: Config, overrides: Overrides = None) -> None:
+    """Print what a run would do, before anything runs."""
+    from draftsmith.configs.plan import describe, make_plan
+    from draftsmith.data.summary import planned_conversations
+
+    run = load_config(config, overrides or [])
+    result = make_plan(run, *planned_conversations(run))
+    out.print(table(f"plan of {run.name}", ["what", "value"], [list(row) for row in describe(result, run)], left=True))
+
+
+@app.command()
+def synthesize(config: Config, overrides: Overrides = None, split: SplitOption = "both") -> None:
+    """The target answers the prompts; goes on from what is there."""
+    from draftsmith.data.synthesize import synthesize as run_verb
+
+    run = load_config(config, overrides or [])
+    for name in _splits(split):
+        run_verb(run, name)
+
+
+@app.command()
+def vocab(config: Config, overrides: Overrides = None) -> None:
+    """Count generated tokens and choose the draft vocabulary (d2t, t2d)."""
+    from draftsmith.data.vocab import build_vocab
+
+    build_vocab(load_config(config, overrides or []))
+
+
+@app.command()
+def harvest(config: Config, overrides: Overrides = None, split: SplitOption = "both") -> None:
+    """Run the target over the conversations and store its hidden states."""
+    from draftsmith.data.harvest import harvest as run_verb
+
+    run = load_config(config, overrides or [])
+    for name in _splits(split):
+        run_verb(run, name)
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None) -> None:
+    """Train the drafter in this process (several: accelerate launch -m draftsmith.train --config CONFIG)."""
+    run: RunConfig = load_config(config, overrides or [])
+    from draftsmith.train.trainer import train as run_verb
+
+    run_verb(run)
+
+
+@app.command()
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="a checkpoint or converted folder; default: the run's best checkpoint")
+    ] = None,
+    store: Annotated[Path | None, typer.Option(help="a store; default: the run's held-out one")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
+) -> None:
+    """Predict the accept length by replaying greedy chains on held-out conversations."""
+    from draftsmith.convert.replay import evaluate as run_verb
+
+    run_verb(load_config(config, overrides or []), drafter=drafter, store=store, as_json=json)
+
+
+@app.command()
+def convert(
+    drafter: Annotated[Path, typer.Argument(help="a training folder, a checkpoint, or a converted drafter")],
+    target: Annotated[Path, typer.Option(help="the target's folder")],
+    out_dir: Annotated[Path, typer.Option("--out", help="the folder to write")],
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the target's")] = None,
+    overwrite: Annotated[bool, typer.Option(help="replace an existing folder")] = False,
+) -> None:
+    """Write a drafter as engines load it."""
+    from draftsmith.convert.write_sglang import convert as run_verb
+
+    run_verb(drafter, target, out_dir, dtype=dtype, overwrite=overwrite)
+
+
+@app.command()
+def verify(
+    drafter: Annotated[Path, typer.Argument(help="a converted drafter")],
+    target: Annotated[Path, typer.Option(help="the target's folder")],
+    store: Annotated[Path | None, typer.Option(help="the store it was trained on")] = None,
+    deep: Annotated[bool, typer.Option(help="read every tensor: NaN, constants, the embedding")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print the checks as JSON on standard output")] = False,
+) -> None:
+    """Check a drafter folder against what engines will do with it; exit code 1 if a check fails."""
+    from draftsmith.convert.verify import verify_command
+
+    if not verify_command(drafter, target, store=store, deep=deep, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    drafter: Annotated[Path, typer.Argument(help="a converted drafter")],
+    destination: Annotated[Path, typer.Argument(help="the folder that holds its versions")],
+    target: Annotated[Path, typer.Option(help="the target's folder, for the checks that run first")],
+    version: Annotated[str | None, typer.Option(help="name of this version; default: a hash of its content")] = None,
+) -> None:
+    """Deliver a drafter: whole or not at all, versions side by side, `latest` flipped at the end."""
+    from draftsmith.convert.export import export as run_verb
+
+    run_verb(drafter, destination, target, version=version)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        out.print(f"draftsmith {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a verb; a DraftsmithError becomes one message and exit code 2."""
+    try:
+        app()
+    except DraftsmithError as error:
+        console.print("[red]error[/red]", end=" ")
+        console.print(str(error), markup=False, highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

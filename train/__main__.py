@@ -1,0 +1,31 @@
+"""`accelerate launch -m draftsmith.train --config CONFIG [key=value ...]`: the trainer under accelerate's launcher."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from draftsmith.configs.console import console
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import load_config
+
+
+def main() -> None:
+    """Parse the command line, train, and exit with status 2 on a fault of the inputs."""
+    parser = argparse.ArgumentParser(prog="draftsmith.train", description=__doc__)
+    parser.add_argument("--config", required=True, help="a YAML file or the name of a preset")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        from draftsmith.train.trainer import train
+
+        train(config)
+    except DraftsmithError as error:
+        console.print("[red]error[/red]", end=" ")
+        console.print(str(error), markup=False, highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Accept length predicted before any launch: greedy chains replayed on held-out conversations.
+
+Two views, never mixed. *As served* walks each turn as an engine does: a chain starts, a drafts are accepted, the target
+adds one token, the next chain starts a + 1 tokens on; this is what engines' counters report. *All positions* starts a
+chain at every index, which is what training supervises; it is higher, since a walk skips the stretches that it
+accepts. Both count the bonus token: accept_length@K = 1 + sum_i accept_i, at most K + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from draftsmith.configs.console import meter
+from draftsmith.data.store import HarvestReader
+from draftsmith.train.batch import Batch, pack
+from draftsmith.train.model import Cache, Drafter
+from draftsmith.train.plan import WindowRef, load_window, plan_windows
+
+CONTEXT_EDGES = (0, 1024, 4096, 16384, 65536, 262144)
+"""Edges of the context-length buckets, in tokens before the chain's start."""
+
+RESAMPLES = 1000
+"""Bootstrap samples, drawn over conversations, behind a confidence interval."""
+
+
+class Acceptance(BaseModel):
+    """Acceptance over a set of chains.
+
+    Attributes:
+        accept_length: tokens gained per target forward, bonus token included.
+        accept_per_position: P(the first i+1 drafts are all right), one value a draft position.
+        interval: 95 % bootstrap interval of accept_length over conversations.
+        chains: number of chains, which is the number of the target's verifying forward passes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    accept_length: float
+    accept_per_position: list[float]
+    interval: tuple[float, float]
+    chains: int
+
+
+class Evaluation(BaseModel):
+    """What `draftsmith evaluate` measures; K is `draft_steps`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    draft_steps: int
+    conversations: int
+    as_served: Acceptance
+    all_positions: Acceptance
+    acc: list[float]
+    outside_share: float
+    by_context: dict[str, Acceptance]
+    by_category: dict[str, Acceptance]
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Chains of one conversation, in order of their start.
+
+    Attributes:
+        starts: int64 (n,), index t within the conversation.
+        accepted: int64 (n,), leading drafts that are right, 0..K.
+        right: int64 (K,), drafts that are right at each position given right tokens before them.
+        supervised: int64 (K,), drafts made at each position.
+        outside: chains whose first label is outside the draft vocabulary.
+    """
+
+    starts: np.ndarray
+    accepted: np.ndarray
+    right: np.ndarray
+    supervised: np.ndarray
+    outside: int
+
+
+@torch.no_grad()
+def draft_chains(drafter: Drafter, targets: Tensor, batch: Batch) -> list[Tensor]:
+    """For each step of `batch`, bool (n_i,): the draft at that step is right, given right tokens before it."""
+    hidden, cache, right = drafter.fuse(batch.taps.to(drafter.fc.weight.dtype)), Cache(), []
+    for index, rows in enumerate(batch.steps):
+        if index:
+            hidden = hidden[rows.keep]
+            cache.keep(rows.keep)
+        hidden, normed = drafter.step(
+            rows.ids, hidden, rows.positions, None if index else rows.keep, cache, rows.segments
+        )
+        best = torch.cat([drafter.lm_head(part).argmax(-1) for part in normed.split(1024)])
+        right.append(targets[best] == rows.labels)
+    return right
+
+
+def replay(
+    drafter: Drafter,
+    targets: Tensor,
+    reader: HarvestReader,
+    draft_steps: int,
+    batch_tokens: int,
+    *,
+    quiet: bool = False,
+) -> dict[int, Chains]:
+    """Chains from every supervised index of every conversation of a store, keyed by the conversation's number."""
+    device = drafter.fc.weight.device
+    inside = torch.zeros(drafter.spec.vocab_size, dtype=torch.bool, device=device)
+    inside[targets.to(device)] = True
+    longest = max(reader.lengths)
+    windows = plan_windows(reader, longest, draft_steps, "aligned")
+    found: dict[int, Chains] = {}
+    with meter("evaluate", sum(w.tokens for w in windows), "tokens", quiet=quiet) as progress:
+        for group in _groups(windows, batch_tokens):
+            batch = pack([load_window(reader, ref, draft_steps) for ref in group], draft_steps).to(device)
+            right = draft_chains(drafter, targets.to(device), batch)
+            _collect(group, batch, right, inside, draft_steps, found)
+            progress.advance(sum(w.tokens for w in group))
+    return found
+
+
+def summarize(chains: dict[int, Chains], draft_steps: int, categories: dict[int, str] | None = None) -> Evaluation:
+    """Turn chains into the figures of `Evaluation`; `categories` names each conversation's prompt category."""
+    walked = {number: walk(chain) for number, chain in chains.items()}
+    everything = {number: chain.accepted for number, chain in chains.items()}
+    on_walk = {number: chains[number].accepted[steps] for number, steps in walked.items()}
+    by_context: dict[str, Acceptance] = {}
+    for low, high in zip(CONTEXT_EDGES, (*CONTEXT_EDGES[1:], None), strict=True):
+        part = {}
+        for number, steps in walked.items():
+            starts = chains[number].starts[steps]
+            chosen = on_walk[number][(starts >= low) & (starts < (high or starts.max(initial=0) + 1))]
+            if len(chosen):
+                part[number] = chosen
+        if part:
+            by_context[f"{low}-{high}" if high else f"{low}+"] = _acceptance(part, draft_steps)
+    by_category: dict[str, Acceptance] = {}
+    for name in sorted(set((categories or {}).values())):
+        members = {number: on_walk[number] for number in on_walk if (categories or {}).get(number) == name}
+        if members:
+            by_category[name] = _acceptance(members, draft_steps)
+    made = sum(chain.supervised for chain in chains.values())
+    right = sum(chain.right for chain in chains.values())
+    return Evaluation(
+        draft_steps=draft_steps,
+        conversations=len(chains),
+        as_served=_acceptance(on_walk, draft_steps),
+        all_positions=_acceptance(everything, draft_steps),
+        acc=[float(r) / float(m) if m else 0.0 for r, m in zip(right, made, strict=True)],
+        outside_share=sum(chain.outside for chain in chains.values())
+        / max(1, sum(len(c.starts) for c in chains.values())),
+        by_context=by_context,
+        by_category=by_category,
+    )
+
+
+def walk(chains: Chains) -> np.ndarray:
+    """Indices into `chains.starts` at which an engine would start a chain.
+
+    A turn begins with the target's own first token, so its first chain starts at its first supervised index; after a
+    accepted drafts and the bonus token the next chain starts a + 1 indices on. A new run of consecutive starts is a
+    new turn.
+    """
+    visited, next_start, previous = [], -1, -2
+    for place, start in enumerate(chains.starts):
+        if start != previous + 1:
+            next_start = start
+        previous = start
+        if start == next_start:
+            visited.append(place)
+            next_start = start + int(chains.accepted[place]) + 1
+    return np.array(visited, dtype=np.int64)
+
+
+def _groups(windows: list[WindowRef], batch_tokens: int) -> list[list[WindowRef]]:
+    groups: list[list[WindowRef]] = [[]]
+    for window in sorted(windows, key=lambda w: (w.tokens, w.conversation)):
+        if groups[-1] and sum(w.tokens for w in groups[-1]) + window.tokens > batch_tokens:
+            groups.append([])
+        groups[-1].append(window)
+    return groups
+
+
+def _collect(
+    group: list[WindowRef],
+    batch: Batch,
+    right: list[Tensor],
+    inside: Tensor,
+    draft_steps: int,
+    found: dict[int, Chains],
+) -> None:
+    """Split a batch's answers into conversations."""
+    first = batch.steps[0]
+    alive = right[0]
+    accepted = alive.long()
+    current = torch.arange(len(alive), device=alive.device)
+    for step in range(1, len(right)):
+        current = current[batch.steps[step].keep]
+        alive = alive[batch.steps[step].keep] & right[step]
+        accepted[current] += alive.long()
+    starts = first.positions[first.keep].cpu().numpy()
+    outside = (~inside[first.labels]).cpu().numpy()
+    counts = accepted.cpu().numpy()
+    hits = [r.cpu().numpy() for r in right]
+    for place, ref in enumerate(group):
+        rows = slice(first.segments.query_bounds[place], first.segments.query_bounds[place + 1])
+        hit, made = np.zeros(draft_steps, dtype=np.int64), np.zeros(draft_steps, dtype=np.int64)
+        for step, step_rows in enumerate(batch.steps):
+            own = slice(step_rows.segments.query_bounds[place], step_rows.segments.query_bounds[place + 1])
+            hit[step], made[step] = hits[step][own].sum(), own.stop - own.start
+        found[ref.conversation] = Chains(starts[rows], counts[rows], hit, made, int(outside[rows].sum()))
+
+
+def _acceptance(accepted: dict[int, np.ndarray], draft_steps: int) -> Acceptance:
+    """Figures over the chains of several conversations (number -> accepted drafts of each chain)."""
+    per = np.array(
+        [[len(a), *((a > i).sum() for i in range(draft_steps))] for a in accepted.values()], dtype=np.float64
+    )
+    total = per.sum(0)
+    share = total[1:] / total[0]
+    picks = np.random.default_rng(0).integers(0, len(per), size=(RESAMPLES, len(per)))
+    sums = per[picks].sum(1)
+    spread = 1 + sums[:, 1:].sum(1) / sums[:, 0]
+    low, high = np.quantile(spread, [0.025, 0.975])
+    return Acceptance(
+        accept_length=float(1 + share.sum()),
+        accept_per_position=[float(value) for value in share],
+        interval=(float(low), float(high)),
+        chains=int(total[0]),
+    )

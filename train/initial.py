@@ -1,0 +1,78 @@
+"""Where a drafter's first weights come from: the target's head and last layer, or random numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftsmith.configs.drafter import DrafterSpec
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import TrainSection
+from draftsmith.configs.target import Target, locate_tensors
+from draftsmith.train.model import Drafter
+
+
+def build_drafter(
+    spec: DrafterSpec, target: Target, embedding: Tensor, targets: Tensor, settings: TrainSection
+) -> Drafter:
+    """A fresh drafter, the same for the same seed on every process.
+
+    Matrices are normal with deviation 0.02 (the range of the Llama family) unless `settings` takes them from the
+    target: `head_init: target` copies the head's rows at `targets` (int64 (D,)); `layer_init: target` copies the last
+    decoder layer into the half of the layer that reads the hidden state, with fc passing on the highest tap.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+    drafter = Drafter(spec, embedding)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        if settings.head_init == "target":
+            head = target.require("head").load()
+            if head.shape[1] != spec.hidden_size:
+                raise DraftsmithError(
+                    "the draft head cannot start from the target's: their widths differ",
+                    where="drafter.hidden_size",
+                    found=spec.hidden_size,
+                    expected=head.shape[1],
+                    mend="train.head_init=random",
+                )
+            drafter.lm_head.weight.copy_(head[targets].float())
+        if settings.layer_init == "target":
+            _copy_last_layer(drafter, spec, target)
+    return drafter
+
+
+def _copy_last_layer(drafter: Drafter, spec: DrafterSpec, target: Target) -> None:
+    """Drafter(h) starts as the target's last layer applied to the highest tap."""
+    tensors = locate_tensors(target.path)
+    prefix = target.require("final_norm").name.removesuffix("norm.weight") + f"layers.{target.num_layers - 1}."
+    hidden = spec.hidden_size
+
+    def read(name: str, shape: torch.Size) -> Tensor:
+        ref = tensors.get(prefix + name)
+        if ref is None or ref.shape != tuple(shape):
+            raise DraftsmithError(
+                "the drafter's layer cannot start from the target's last layer",
+                where=f"{target.path}: {prefix + name}",
+                found="no such tensor" if ref is None else list(ref.shape),
+                expected=list(shape),
+                mend="train.layer_init=random",
+            )
+        return ref.load().float()
+
+    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(attention, name).weight
+        weight[:, hidden:] = read(f"self_attn.{name}.weight", torch.Size((weight.shape[0], hidden)))
+    attention.o_proj.weight.copy_(read("self_attn.o_proj.weight", attention.o_proj.weight.shape))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = getattr(layer.mlp, name).weight
+        weight.copy_(read(f"mlp.{name}.weight", weight.shape))
+    layer.hidden_norm.weight.copy_(read("input_layernorm.weight", layer.hidden_norm.weight.shape))
+    layer.post_attention_layernorm.weight.copy_(
+        read("post_attention_layernorm.weight", layer.post_attention_layernorm.weight.shape)
+    )
+    drafter.norm.weight.copy_(target.require("final_norm").load().float())
+    if spec.target_hidden_size == hidden:
+        drafter.fc.weight[:, -hidden:] += torch.eye(hidden)
