@@ -1,0 +1,62 @@
+"""A run configuration is strict: what is unknown or wrong is refused by name, with the nearest right key."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import load_config, preset_names
+
+
+def test_every_preset_is_valid():
+    assert set(preset_names()) >= {"smollm2-135m", "qwen3-8b", "llama-3.1-8b", "kimi-k2.5", "demo"}
+    for name in preset_names():
+        assert load_config(name).name
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("name: a\ntarget: {path: t}\ntrain: {epochs: 7}\n")
+    config = load_config(file, ["train.epochs=3", "target.taps=[1, 2, 5]", "synthesize.temperature=0.5"])
+    assert (config.train.epochs, config.target.taps, config.synthesize.temperature) == (3, (1, 2, 5), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.epoch=3", ["train.epoch", "did you mean epochs?"]),
+        ("trian.epochs=3", ["trian", "did you mean train?"]),
+        ("train.epochs=many", ["train.epochs", "'many'"]),
+        ("train.epochs=0", ["train.epochs", "greater than 0"]),
+        ("train.epochs", ["section.key=value"]),
+        ("name.x=1", ["below a plain value"]),
+        ("name=../../elsewhere", ["name"]),
+        ("train.learning_rate=[", ["not valid YAML"]),
+    ],
+)
+def test_a_bad_override_is_refused_by_name(tmp_path, override, words):
+    file = tmp_path / "run.yaml"
+    file.write_text("name: a\ntarget: {path: t}\n")
+    with pytest.raises(DraftsmithError) as error:
+        load_config(file, [override])
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_file_names_the_presets(tmp_path):
+    with pytest.raises(DraftsmithError, match="smollm2-135m"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("- a\n- b\n")
+    with pytest.raises(DraftsmithError, match="no mapping"):
+        load_config(file)
+
+
+def test_a_missing_required_key_is_named(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("name: a\n")
+    with pytest.raises(DraftsmithError, match="target: missing"):
+        load_config(file)
