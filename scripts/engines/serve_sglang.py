@@ -1,0 +1,108 @@
+"""Serve prompts greedily with SGLang on a CPU, with an EAGLE-3 drafter or without, and write tokens and counters.
+
+Runs under the engine's own Python, with scripts/engines/sglang_cpu on PYTHONPATH: scripts/serve_sglang.sh sets that up.
+What is real and what is stood in for: scripts/engines/sglang_cpu/sgl_kernel/__init__.py; how accepted drafts are
+counted: serve_common.py.
+"""
+
+import time
+from pathlib import Path
+
+import serve_common
+from serve_common import Job, Output, Served
+
+
+def serve(job: Job, drafter: Path | None) -> Served:
+    """Start an engine, serve every prompt, shut it down."""
+    import multiprocessing
+
+    from sglang.srt.entrypoints.engine import Engine
+
+    class ForkingEngine(Engine):
+        """SGLang's engine, its processes forked from this one instead of importing everything anew (25 s each)."""
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *arguments, **options):
+            multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(*arguments, **options)
+
+    speculation = {}
+    if drafter is not None:
+        speculation = {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(drafter),
+            "speculative_draft_model_quantization": "unquant",
+            "speculative_num_steps": job.steps,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": job.steps + 1,
+        }
+    began = time.monotonic()
+    engine = ForkingEngine(
+        model_path=str(job.target),
+        dtype=job.dtype,
+        device="cpu",
+        context_length=job.context_length,
+        max_running_requests=job.max_running,
+        max_total_tokens=job.max_running * (job.context_length + serve_common.CONTEXT_SLACK),
+        disable_radix_cache=True,
+        skip_tokenizer_init=True,
+        skip_server_warmup=True,
+        grammar_backend="none",
+        random_seed=0,
+        log_level="warning",
+        **speculation,
+    )
+    try:
+        ready = time.monotonic()
+        answers = engine.generate(
+            input_ids=[prompt.input_ids for prompt in job.prompts],
+            sampling_params=[
+                {
+                    "temperature": 0,
+                    "max_new_tokens": prompt.max_new_tokens,
+                    "stop_token_ids": job.stop_token_ids,
+                    "ignore_eos": False,
+                }
+                for prompt in job.prompts
+            ],
+        )
+        done = time.monotonic()
+    finally:
+        engine.shutdown()
+    return Served(
+        outputs=[
+            _output(prompt.id, answer, job.steps if drafter else None)
+            for prompt, answer in zip(job.prompts, answers, strict=True)
+        ],
+        start_seconds=ready - began,
+        seconds=done - ready,
+    )
+
+
+def _output(prompt_id: str, answer: dict, steps: int | None) -> Output:
+    """A request's tokens, and its counters from meta_info (absent when it never reached a verify step)."""
+    tokens, meta = list(answer["output_ids"]), answer["meta_info"]
+    if steps is None:
+        return Output(prompt_id, tokens)
+    histogram = list(meta.get("spec_correct_drafts_histogram", []))
+    histogram += [0] * (steps + 1 - len(histogram))
+    verify_steps, accepted = meta.get("spec_verify_ct", 0), meta.get("spec_num_correct_drafts", 0)
+    if sum(histogram) != verify_steps or sum(i * count for i, count in enumerate(histogram)) != accepted:
+        raise RuntimeError(f"SGLang's counters of request {prompt_id} contradict each other: {meta}")
+    return Output(prompt_id, tokens, verify_steps, histogram)
+
+
+def main() -> None:
+    job = serve_common.parse_job("SGLang")
+    serve_common.end_on_sigterm()
+    # Imported before the engines are forked, so that it is done once for both of them.
+    import sglang
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.llama
+    import sglang.srt.models.llama_eagle3
+
+    serve_common.run("sglang", sglang.__version__, job, serve)
+
+
+if __name__ == "__main__":
+    main()
