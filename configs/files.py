@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +19,9 @@ from draftsmith.configs.errors import DraftsmithError
 
 TEMPORARY_MARK = ".partial-"
 """Names that contain this belong to unfinished writes; readers ignore them and writers may delete them."""
+
+STALE_SECONDS = 3600.0
+"""An unfinished write that nothing has touched for this long belongs to a process that died."""
 
 
 def fsync_path(path: Path) -> None:
@@ -33,58 +39,109 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
     The rename is atomic on one file system: a reader sees the old file or the new one, never half.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}{TEMPORARY_MARK}{uuid.uuid4().hex[:8]}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         fsync_path(temporary)
         temporary.replace(path)
         fsync_path(path.parent)
     except OSError as error:
-        raise DraftsmithError(
-            f"could not write {path.name}: {error.strerror or error}",
-            where=path,
-            mend="free some space or name another folder",
-        ) from error
+        raise _unwritable(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        _unlink(temporary)
 
 
 @contextmanager
 def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling folder; on success flush every file in it and rename the folder to `path`.
 
-    With `replace` an existing `path` is moved aside first and deleted after; without it an existing `path` is an
-    error, raised before anything is written. A killed process leaves only a sibling whose name has TEMPORARY_MARK.
+    With `replace` an existing `path` is exchanged for the new folder in one step where the system can do that
+    (Linux), else moved aside first, and deleted after. Without it an existing `path` is an error, whether it was
+    there before or appeared meanwhile. A killed process leaves only a sibling whose name has TEMPORARY_MARK.
     """
     if path.exists() and not replace:
-        raise DraftsmithError(
-            "the destination exists already", where=path, mend="name another folder or pass --overwrite"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
+        raise _exists(path)
     temporary = path.with_name(f".{path.name}{TEMPORARY_MARK}{uuid.uuid4().hex[:8]}")
     aside = path.with_name(f".{path.name}{TEMPORARY_MARK}old-{uuid.uuid4().hex[:8]}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         yield temporary
         for entry in sorted(temporary.rglob("*")):
             fsync_path(entry)
         fsync_path(temporary)
-        if path.exists():
-            path.rename(aside)
-        temporary.rename(path)
+        exchanged = replace and path.exists() and _exchange(temporary, path)
+        if not exchanged:
+            if replace and path.exists():
+                path.rename(aside)
+            temporary.rename(path)
         fsync_path(path.parent)
     except OSError as error:
-        raise DraftsmithError(
-            f"could not write {path.name}: {error.strerror or error}",
-            where=path,
-            mend="free some space or name another folder",
-        ) from error
+        if path.exists() and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise _exists(path) from error
+        raise _unwritable(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if aside.exists() and not path.exists():
             aside.rename(path)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep_unfinished(path: Path) -> None:
+    """Clear what killed processes left beside `path` while they wrote it, once untouched for STALE_SECONDS.
+
+    A folder that was moved aside and never replaced goes back to its place.
+    """
+    for leftover in path.parent.glob(f".{path.name}{TEMPORARY_MARK}*"):
+        try:
+            if not path.exists() and leftover.name.startswith(f".{path.name}{TEMPORARY_MARK}old-"):
+                leftover.rename(path)
+                continue
+            entries = [leftover, *leftover.rglob("*")] if leftover.is_dir() else [leftover]
+            if time.time() - max(entry.lstat().st_mtime for entry in entries) < STALE_SECONDS:
+                continue
+        except FileNotFoundError:  # its writer finished just now
+            continue
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            _unlink(leftover)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step (renameat2 with RENAME_EXCHANGE); False where the system or file system cannot."""
+    here, exchange = -100, 2
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def _unlink(path: Path) -> None:
+    """Delete a leftover; one that cannot be deleted (read-only or vanished storage) must not hide the first error."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def _exists(path: Path) -> DraftsmithError:
+    return DraftsmithError("the destination exists already", where=path, mend="name another folder or pass --overwrite")
+
+
+def _unwritable(path: Path, error: OSError) -> DraftsmithError:
+    return DraftsmithError(
+        f"could not write {path.name}: {error.strerror or error}",
+        where=error.filename or path,
+        mend="free some space or name another folder; nothing that was there before has changed",
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ MEND = (
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
 
 
 @dataclass(frozen=True)
@@ -196,27 +200,34 @@ def default_drafter(target: Target, draft_vocab_size: int, **changes: Any) -> Dr
 def derived_context(text: dict[str, Any]) -> int:
     """The context length that SGLang derives from a text config: the first CONTEXT_KEYS entry times the RoPE factor.
 
-    The factor counts only for scalings without `original_max_position_embeddings` that transformers 5 leaves as they
-    are (`linear`, `dynamic`); YaRN gets its original length filled in when the config is parsed, llama3 never counts.
+    The factor does not count for scalings with `original_max_position_embeddings`, which transformers 5 fills in for
+    YaRN, llama3 and longrope when it parses the config.
     """
     base = next((int(text[key]) for key in CONTEXT_KEYS if isinstance(text.get(key), int | float)), 2048)
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    scaling = _rope_block(text)
     kind = scaling.get("rope_type") or scaling.get("type")
-    if kind in ("linear", "dynamic") and not scaling.get("original_max_position_embeddings"):
-        return int(base * float(scaling.get("factor", 1)))
-    return base
+    if kind in ("yarn", "llama3", "longrope") or scaling.get("original_max_position_embeddings"):
+        return base
+    return int(base * float(scaling.get("factor") or 1))
 
 
 def read_rope(text: dict[str, Any]) -> RopeSpec:
-    """RoPE base and scaling from either spelling (`rope_parameters` wins over `rope_theta`, as in transformers 5)."""
-    parameters = text.get("rope_parameters")
-    if isinstance(parameters, dict) and "full_attention" in parameters:
-        parameters = parameters["full_attention"]
-    scaling = dict(parameters or text.get("rope_scaling") or {})
+    """RoPE base and scaling as transformers 5 reads them.
+
+    A filled `rope_scaling` wins over `rope_parameters`; a base inside the block that counts wins over `rope_theta`.
+    """
+    scaling = dict(_rope_block(text))
     theta = float(scaling.pop("rope_theta", None) or text.get("rope_theta") or 10000.0)
     kind = scaling.pop("type", None)
-    scaling.setdefault("rope_type", kind or "default")
+    scaling["rope_type"] = scaling.get("rope_type") or kind or "default"
     return RopeSpec(theta=theta, scaling=None if scaling["rope_type"] == "default" else scaling)
+
+
+def _rope_block(text: dict[str, Any]) -> dict[str, Any]:
+    block = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if isinstance(block, dict) and "full_attention" in block:
+        block = block["full_attention"]
+    return block if isinstance(block, dict) else {}
 
 
 def locate_tensors(folder: Path) -> dict[str, TensorRef]:
@@ -254,7 +265,8 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     """The header of a safetensors file: name -> {dtype, shape, data_offsets}, `__metadata__` left out.
 
     Raises:
-        DraftsmithError: truncated file, header over the format's limit, or data offsets past the end of the file.
+        DraftsmithError: truncated file, header over the format's limit, a name that stands twice, or byte ranges that
+            leave gaps, overlap, or do not fit shape and dtype.
     """
     size = file.stat().st_size
     mend = "fetch the file again; it is damaged or still being written"
@@ -263,9 +275,15 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             (length,) = struct.unpack("<Q", handle.read(8))
             if length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(f"header of {length:,} bytes in a file of {size:,}")
-            header: dict[str, Any] = json.loads(handle.read(length))
+            header = json.loads(handle.read(length), object_pairs_hook=_no_duplicates)
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        end = 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = entry["data_offsets"]
+            wanted = prod(entry["shape"]) * _BYTES.get(entry["dtype"], 0)
+            if first != end or (entry["dtype"] in _BYTES and last - first != wanted):
+                raise ValueError(f"{name} has the byte range {first:,}..{last:,} instead of {end:,}..{end + wanted:,}")
+            end = last
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DraftsmithError(f"not a readable safetensors file: {error}", where=file, mend=mend) from None
     if 8 + length + end != size:
@@ -277,6 +295,15 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             mend=mend,
         )
     return header
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name} stands twice in the header")
+        found[name] = value
+    return found
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,11 @@ def test_damaged_safetensors_are_refused(tmp_path):
     whole = tmp_path / "a.safetensors"
     save_file({"x": torch.zeros(100)}, whole)
     data = whole.read_bytes()
-    for name, content in {"cut": data[:-100], "empty": b"", "huge": struct.pack("<Q", 10**9) + data[8:], "text": b"x" * 64}.items():
+    contents = {"cut": data[:-100], "empty": b"", "huge": struct.pack("<Q", 10**9) + data[8:], "text": b"x" * 64}
+    twice = b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"x":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}'
+    shared = b'{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"y":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
+    contents |= {name: struct.pack("<Q", len(head)) + head + b"ab" for name, head in {"twice": twice, "shared": shared}.items()}
+    for name, content in contents.items():
         file = tmp_path / f"{name}.safetensors"
         file.write_bytes(content)
         with pytest.raises(DraftsmithError):
@@ -127,6 +131,9 @@ def test_context_is_derived_as_sglang_does(changes, context):
 def test_rope_is_read_from_both_spellings():
     assert read_rope({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}).theta == 7.0
     assert read_rope({"rope_theta": 9.0}).theta == 9.0
+    assert read_rope({"rope_theta": 9.0, "rope_scaling": {"type": None}}).scaling is None
+    both = {"rope_theta": 9.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    assert read_rope(both).theta == 9.0 and read_rope(both).scaling == {"rope_type": "linear", "factor": 2.0}
     yarn = read_rope({"rope_theta": 5e4, "rope_scaling": {"type": "yarn", "factor": 64.0}})
     assert yarn.scaling == {"rope_type": "yarn", "factor": 64.0}
 
