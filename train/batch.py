@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.train.attention import Segments
+from draftsmith.train.loss import Lessons, arrange
 
 MaskRule = Literal["aligned", "upstream"]
 
@@ -53,7 +54,6 @@ class StepRows:
         keep: int64 (n_i,), indices into the rows of the step before (of step 0: into the packed key rows).
         ids: int64 (n_i,), tokens fed; at step 0 for every key row.
         positions: int64, RoPE positions of the rows in `ids`.
-        teacher: int64 (n_i,), rows of `Batch.final` that teach.
         labels: int64 (n_i,), target ids that a right draft must equal.
         segments: for attention.
     """
@@ -61,19 +61,19 @@ class StepRows:
     keep: Tensor
     ids: Tensor
     positions: Tensor
-    teacher: Tensor
     labels: Tensor
     segments: Segments
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed windows: taps (M, K, H) of key rows, final (R, H) of all rows, and the rows of each unroll step."""
+    """Packed windows: taps (M, K, H) of key rows, final (R, H) of all rows, the rows of each unroll step, and which row of
+    `final` teaches which of their drafts."""
 
     taps: Tensor
     final: Tensor
     steps: list[StepRows]
-    tokens: int
+    lessons: Lessons
 
     def to(self, device: torch.device) -> Batch:
         """Copy every tensor to `device`."""
@@ -83,12 +83,15 @@ class Batch:
 
         steps = [
             StepRows(
-                move(step.keep), move(step.ids), move(step.positions), move(step.teacher), move(step.labels),
+                move(step.keep), move(step.ids), move(step.positions), move(step.labels),
                 Segments(step.segments.key_bounds, step.segments.query_bounds, move(step.segments.visible)),
             )
             for step in self.steps
         ]  # fmt: skip
-        return Batch(move(self.taps), move(self.final), steps, self.tokens)
+        lessons = Lessons(
+            move(self.lessons.order), move(self.lessons.taught), move(self.lessons.place), self.lessons.bounds
+        )
+        return Batch(move(self.taps), move(self.final), steps, lessons)
 
 
 def supervised(generated: np.ndarray, turn: np.ndarray, step: int, rule: MaskRule = "aligned") -> np.ndarray:
@@ -136,7 +139,7 @@ def pack(windows: list[Window], unroll_steps: int, rule: MaskRule = "aligned") -
     key_counts = [int(rows[0][-1]) + 1 for _, rows in used]
     key_starts = np.concatenate([[0], np.cumsum(key_counts)]).astype(int)
     row_starts = np.concatenate([[0], np.cumsum([len(w.ids) for w, _ in used])]).astype(int)
-    steps = []
+    steps, teachers = [], []
     before: list[np.ndarray] = []
     for step in range(unroll_steps):
         now = [rows[step] for _, rows in used]
@@ -151,6 +154,9 @@ def pack(windows: list[Window], unroll_steps: int, rule: MaskRule = "aligned") -
             keep = [np.searchsorted(before[s], rows) + offsets[s] for s, rows in enumerate(now)]
             ids = [w.ids[rows + 1 + step] for (w, _), rows in zip(used, now, strict=True)]
             positions = [torch.from_numpy(rows + w.start + step) for (w, _), rows in zip(used, now, strict=True)]
+        teachers.append(
+            torch.from_numpy(np.concatenate([rows + 1 + step + row_starts[s] for s, rows in enumerate(now)])).long()
+        )
         labels = [
             w.ids[rows + 2 + step] if w.greedy else w.argmax[rows + 1 + step]
             for (w, _), rows in zip(used, now, strict=True)
@@ -160,9 +166,6 @@ def pack(windows: list[Window], unroll_steps: int, rule: MaskRule = "aligned") -
                 keep=torch.from_numpy(np.concatenate(keep)).long(),
                 ids=torch.cat(ids).long(),
                 positions=torch.cat(positions).long(),
-                teacher=torch.from_numpy(
-                    np.concatenate([rows + 1 + step + row_starts[s] for s, rows in enumerate(now)])
-                ).long(),
                 labels=torch.cat(labels).long(),
                 segments=Segments(
                     key_bounds=key_starts.tolist(),
@@ -176,5 +179,5 @@ def pack(windows: list[Window], unroll_steps: int, rule: MaskRule = "aligned") -
         taps=torch.cat([w.taps[: key_counts[s]] for s, (w, _) in enumerate(used)]),
         final=torch.cat([w.final for w, _ in used]),
         steps=steps,
-        tokens=int(key_starts[-1]),
+        lessons=arrange(teachers),
     )

@@ -31,7 +31,7 @@ from draftsmith.train.model import Drafter
 from draftsmith.train.plan import plan_windows
 from draftsmith.train.report import draw_curves
 from draftsmith.train.tracking import Tracker
-from draftsmith.train.unroll import Unroll, total_loss
+from draftsmith.train.unroll import StepResult, Unroll, loss_coefficients
 
 
 def train(config: RunConfig) -> Path:
@@ -179,13 +179,14 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm: Any = None
+        coefficients = [scale * value for value in loss_coefficients(share.counts, self.settings.step_decay)]
         for batch in share.batches:
             with accelerator.accumulate(self.model):
-                sums = self.model((share.filler if batch is None else batch).to(accelerator.device))
-                loss = total_loss(sums, [max(1, count) for count in share.counts], self.settings.step_decay) * scale
-                accelerator.backward(loss * 0.0 if batch is None else loss)
+                weights = [0.0] * len(coefficients) if batch is None else coefficients
+                loss, results = self.model((share.filler if batch is None else batch).to(accelerator.device), weights)
+                accelerator.backward(loss)
                 if batch is not None:
-                    self._count(sums)
+                    self._count(results)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
                 self.optimizer.step()
@@ -194,9 +195,9 @@ class _Run:
             self.counts[index] += count
         return float(norm) if norm is not None else float(self.model.get_global_grad_norm() or 0.0)
 
-    def _count(self, sums: list[Any]) -> None:
-        for index, step in enumerate(sums):
-            parts = (step.loss.detach(), step.right.sum(), step.chain.sum(), step.outside.sum())
+    def _count(self, results: list[StepResult]) -> None:
+        for index, step in enumerate(results):
+            parts = (step.loss, step.right.sum(), step.chain.sum(), step.outside.sum())
             self.sums[:, index] += torch.stack([part.float() for part in parts])
 
     def _row(

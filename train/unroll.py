@@ -13,14 +13,14 @@ from draftsmith.train.model import Cache, Drafter
 
 
 @dataclass(frozen=True)
-class StepSums:
-    """Sums over the supervised positions of one step, for a later division by global counts.
+class StepResult:
+    """What one unroll step did at its supervised positions (n,).
 
     Attributes:
-        loss: float32 scalar, differentiable.
+        loss: float32 scalar, sum of the soft cross-entropy over positions with a gradient; not differentiable.
         right: bool (n,), the draft equals the label.
         chain: bool (n,), this draft and all earlier ones of the chain are right.
-        outside: bool (n,), the target's own choice is outside the draft vocabulary (a miss).
+        outside: bool (n,), the label is outside the draft vocabulary (a miss).
     """
 
     loss: Tensor
@@ -40,6 +40,10 @@ class Unroll(nn.Module):
             the target's distribution renormalised over the draft vocabulary).
     """
 
+    targets: Tensor
+    teacher_weight: Tensor
+    inside: Tensor
+
     def __init__(
         self, drafter: Drafter, teacher_weight: Tensor, targets: Tensor, *, keep_outside: bool = False
     ) -> None:
@@ -52,30 +56,45 @@ class Unroll(nn.Module):
         inside[targets] = True
         self.register_buffer("inside", inside, persistent=False)
 
-    def forward(self, batch: Batch) -> list[StepSums]:
-        """One StepSums a step of `batch`. Sums are local: divide by the global number of supervised positions."""
-        hidden = self.drafter.fuse(batch.taps.to(self.drafter.fc.weight.dtype))
-        cache, sums = Cache(), []
-        chain: Tensor | None = None
+    def forward(self, batch: Batch, coefficients: list[float]) -> tuple[Tensor, list[StepResult]]:
+        """Sum over steps of coefficients[i] * (sum of step i's soft cross-entropy), and a StepResult a step.
+
+        With coefficients decay^i / (global supervised positions of step i) the sum over all processes is the loss.
+        """
+        drafter = self.drafter
+        hidden = drafter.fuse(batch.taps.to(drafter.fc.weight.dtype))
+        cache, states, weights, outsides = Cache(), [], [], []
         for index, rows in enumerate(batch.steps):
             if index:
                 hidden = hidden[rows.keep]
                 cache.keep(rows.keep)
-            hidden, normed = self.drafter.step(
+            hidden, normed = drafter.step(
                 rows.ids, hidden, rows.positions, None if index else rows.keep, cache, rows.segments
             )
             outside = ~self.inside[rows.labels]
-            weight = torch.ones_like(outside, dtype=torch.float32) if self.keep_outside else (~outside).float()
-            loss, best = soft_cross_entropy(
-                normed, self.drafter.lm_head.weight, batch.final, rows.teacher, self.teacher_weight, weight
-            )
-            right = self.targets[best] == rows.labels
-            chain = right if chain is None else right & chain[rows.keep]
-            sums.append(StepSums(loss, right, chain, outside))
-        return sums
+            weight = torch.ones_like(outside) if self.keep_outside else ~outside
+            states.append(normed)
+            weights.append(weight * coefficients[index])
+            outsides.append((outside, weight))
+        total, losses, best = soft_cross_entropy(
+            torch.cat(states),
+            drafter.lm_head.weight,
+            batch.final,
+            batch.lessons,
+            self.teacher_weight,
+            torch.cat(weights),
+        )
+        results: list[StepResult] = []
+        sizes = [len(state) for state in states]
+        for rows, loss, choice, (outside, weight) in zip(
+            batch.steps, losses.split(sizes), best.split(sizes), outsides, strict=True
+        ):
+            right = self.targets[choice] == rows.labels
+            chain = right & results[-1].chain[rows.keep] if results else right
+            results.append(StepResult((loss * weight).sum(), right, chain, outside))
+        return total, results
 
 
-def total_loss(sums: list[StepSums], counts: list[int], decay: float) -> Tensor:
-    """sum_i decay^i * loss_i / counts_i, `counts` being the global number of supervised positions of each step."""
-    parts = [decay**index * step.loss / counts[index] for index, step in enumerate(sums)]
-    return torch.stack(parts).sum()
+def loss_coefficients(counts: list[int], decay: float) -> list[float]:
+    """decay^i / counts_i, `counts` being the global number of supervised positions of each step (0 where there are none)."""
+    return [decay**index / count if count else 0.0 for index, count in enumerate(counts)]

@@ -60,7 +60,7 @@ class NaiveDrafter:
             scores = torch.stack([query @ k[shared] / math.sqrt(self.head_dim) for k, _ in cache])
             weights = torch.exp(scores - scores.max())
             weights = weights / weights.sum()
-            outputs.append(sum(weight * v[shared] for weight, (_, v) in zip(weights, cache)))
+            outputs.append(sum(weight * v[shared] for weight, (_, v) in zip(weights, cache, strict=True)))
         attended = hidden + self.w[attn + "o_proj.weight"] @ torch.cat(outputs)
         inner = self.rms(attended, "midlayer.post_attention_layernorm.weight")
         gate = self.w["midlayer.mlp.gate_proj.weight"] @ inner

@@ -12,13 +12,14 @@ import torch
 from draftsmith.configs.drafter import DrafterSpec, RopeSpec
 from draftsmith.train.batch import Window, pack, supervised, turns
 from draftsmith.train.model import Cache, Drafter
-from draftsmith.train.unroll import Unroll, total_loss
+from draftsmith.train.unroll import Unroll, loss_coefficients
 
 _spec = importlib.util.spec_from_file_location("naive", Path(__file__).parent / "naive.py")
 naive = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(naive)
 
 STEPS = 4
+ONES = [1.0] * STEPS
 
 
 def make_spec(**changes):
@@ -111,7 +112,7 @@ def test_loss_and_gradients_equal_the_replay(setup):
     conversations = [make_conversation(i, p, spec, torch.float32) for i, p in enumerate(PATTERNS)]
     unroll = Unroll(drafter, head[targets], targets)
     batch = pack([make_window(c) for c in conversations], STEPS)
-    loss = total_loss(unroll(batch), [len(rows.labels) for rows in batch.steps], 0.8)
+    loss, _ = unroll(batch, loss_coefficients([len(rows.labels) for rows in batch.steps], 0.8))
     loss.backward()
     oracle = make_naive(spec, drafter, embedding, torch.float64)
     for c in conversations:
@@ -156,8 +157,8 @@ def test_a_neighbour_in_the_pack_changes_nothing(setup):
                 ]
             )
         assert torch.equal(*states)
-        together = [s.loss.item() for s in unroll(pack([make_window(first), make_window(second)], STEPS))]
-        apart = [[s.loss.item() for s in unroll(pack([make_window(c)], STEPS))] for c in (first, second)]
+        together = [s.loss.item() for s in unroll(pack([make_window(first), make_window(second)], STEPS), ONES)[1]]
+        apart = [[s.loss.item() for s in unroll(pack([make_window(c)], STEPS), ONES)[1]] for c in (first, second)]
     assert together == pytest.approx([a + b for a, b in zip(*apart, strict=True)], rel=1e-5)
 
 
@@ -179,8 +180,8 @@ def test_labels_outside_the_draft_vocabulary_have_no_gradient_and_count_as_misse
     conversation = make_conversation(3, "0011110", spec, torch.float32)
     outside = next(i for i in range(spec.vocab_size) if i not in targets.tolist())
     conversation["ids"] = [*conversation["ids"][:2], *[outside] * 4, conversation["ids"][-1]]
-    sums = Unroll(drafter, head[targets], targets)(pack([make_window(conversation)], STEPS))
+    sums = Unroll(drafter, head[targets], targets)(pack([make_window(conversation)], STEPS), ONES)[1]
     assert [s.loss.item() for s in sums] == [0.0] * len(sums)
     assert not any(s.right.any() or s.chain.any() for s in sums) and all(s.outside.all() for s in sums)
-    kept = Unroll(drafter, head[targets], targets, keep_outside=True)(pack([make_window(conversation)], STEPS))
+    kept = Unroll(drafter, head[targets], targets, keep_outside=True)(pack([make_window(conversation)], STEPS), ONES)[1]
     assert all(s.loss.item() > 0 for s in kept)
