@@ -1,0 +1,127 @@
+"""Load the target as transformers sees it, and find its trunk, layers, final norm and head by name.
+
+Import of torch and transformers happens when a function is called, so that quick commands stay quick.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import sha256_json
+from draftsmith.configs.schema import TargetSection
+from draftsmith.configs.target import Target
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target ready to run: weights loaded, evaluation mode, gradients off."""
+
+    model: Any
+    trunk: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    cache_argument: str
+    """The trunk's name for its key-value cache: `cache`, or `past_key_values` before transformers 5.24."""
+
+
+def target_mark(target: Target) -> str:
+    """One short hash of the target's fingerprint (16 hex digits): it travels with conversations, store and vocabulary."""
+    return sha256_json(target.fingerprint())[:16]
+
+
+def resolve_dtype(name: str, target: Target) -> str:
+    """`auto` becomes the dtype that the target's config names."""
+    return target.dtype.removeprefix("torch.") if name == "auto" else name
+
+
+def load_target(section: TargetSection, dtype: str) -> LoadedTarget:
+    """Load the weights: on the accelerators where there are any (spread over them), otherwise on the CPU.
+
+    Args:
+        dtype: `bfloat16`, `float16` or `float32`.
+
+    Raises:
+        DraftsmithError: transformers cannot load the folder, or its trunk has no layers and final norm where expected.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            section.path, dtype=getattr(torch, dtype), trust_remote_code=section.trust_remote_code, **placement
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DraftsmithError(
+            f"transformers cannot load the target: {error}",
+            where=section.path,
+            mend="check the folder's files; set target.trust_remote_code=true only if you trust the code it ships",
+        ) from error
+    model.eval().requires_grad_(False)
+    trunk, head = model.get_decoder(), model.get_output_embeddings()
+    parts = {
+        "layers": getattr(trunk, "layers", None),
+        "norm": getattr(trunk, "norm", None),
+        "output embeddings": head,
+    }
+    missing = [name for name, part in parts.items() if part is None]
+    if missing:
+        raise DraftsmithError(
+            f"the target's trunk has no {', '.join(missing)}",
+            where=f"{type(model).__name__} -> {type(trunk).__name__}",
+            expected="a decoder with `layers` and a final `norm`, and a language-model head",
+        )
+    names = inspect.signature(trunk.forward).parameters
+    return LoadedTarget(
+        model=model,
+        trunk=trunk,
+        layers=trunk.layers,
+        norm=trunk.norm,
+        head=head,
+        device=trunk.get_input_embeddings().weight.device,
+        dtype=getattr(torch, dtype),
+        cache_argument="cache" if "cache" in names else "past_key_values",
+    )
+
+
+def load_tokenizer(section: TargetSection) -> Any:
+    """The target's tokenizer.
+
+    Raises:
+        DraftsmithError: transformers cannot load it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DraftsmithError(
+            f"transformers cannot load the target's tokenizer: {error}",
+            where=section.path,
+            mend="put tokenizer.json and tokenizer_config.json beside config.json",
+        ) from error
+
+
+def configured_stop_ids(path: Path) -> tuple[int, ...]:
+    """The `eos_token_id` (one or a list) of generation_config.json, or of config.json where that file is missing."""
+    from transformers import AutoConfig, GenerationConfig
+
+    if (path / "generation_config.json").is_file():
+        value = GenerationConfig.from_pretrained(path).eos_token_id
+    else:
+        value = AutoConfig.from_pretrained(path).get_text_config().eos_token_id
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
