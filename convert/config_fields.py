@@ -46,14 +46,30 @@ def spec_from_config(
             ids or RoPE blocks that contradict each other.
     """
     refuse(dialect, config, where)
+    taps, rope = config_taps(config, target, where), config_rope(config, where)
+    return read_dimensions(dialect, config, tensors, target, where, taps=taps, rope=rope)
+
+
+def read_dimensions(
+    dialect: Dialect,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: Target,
+    where: Path,
+    *,
+    taps: tuple[int, ...],
+    rope: RopeSpec,
+) -> tuple[DrafterSpec, list[str]]:
+    """The dimensions alone, for given taps and RoPE; returns notes on what was read off tensors.
+
+    Raises:
+        DraftsmithError: a field that neither config nor tensors tell, or dimensions that fit no drafter.
+    """
     notes: list[str] = []
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"target_num_layers": target.num_layers, "taps": taps, "rope": rope}
     for name, field in dialect.fields.items():
-        values[name] = _value(name, field, config, tensors, where, notes)
+        values[name] = _value(field, config, tensors, where, notes)
     values["target_hidden_size"] = values["target_hidden_size"] or target.hidden_size
-    values["target_num_layers"] = target.num_layers
-    values["taps"] = config_taps(config, target, where)
-    values["rope"] = config_rope(config, where)
     return make_spec(values, where), notes
 
 
@@ -132,7 +148,7 @@ def config_rope(config: Mapping[str, Any], where: Path) -> RopeSpec:
 
 
 def _value(
-    name: str, field: Field, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: Path, notes: list[str]
+    field: Field, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: Path, notes: list[str]
 ) -> Any:
     path, value = next(
         ((path, found) for path in field.paths if (found := look_up(config, path)) is not MISSING),

@@ -17,8 +17,8 @@ from draftsmith.configs.target import Target
 Rule = Literal["plus-one", "deepseek", "gpt-oss", "minimax-m3"]
 Runner = Literal["v1", "v2"]
 
-RULES: dict[str, Rule] = dict.fromkeys(
-    """ApertusForCausalLM BailingMoEForCausalLM BailingMoeForCausalLM BailingMoeV2ForCausalLM
+_PLUS_ONE = """
+    ApertusForCausalLM BailingMoEForCausalLM BailingMoeForCausalLM BailingMoeV2ForCausalLM
     Cosmos3ForConditionalGeneration ExaoneMoEForCausalLM ExaoneMoeForCausalLM Gemma3ForCausalLM
     Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
     Gemma4UnifiedForConditionalGeneration Glm4MoeForCausalLM Glm5NextForConditionalGeneration IQuestCoderForCausalLM
@@ -29,16 +29,20 @@ RULES: dict[str, Rule] = dict.fromkeys(
     Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
     Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM
     Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
-    Qwen4ExpForConditionalGeneration SarvamMoEForCausalLM TeleFLMForCausalLM""".split(),
-    "plus-one",
-)
+    Qwen4ExpForConditionalGeneration SarvamMoEForCausalLM TeleFLMForCausalLM
+"""
+_DEEPSEEK = """
+    DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM GlmMoeDsaForCausalLM
+    MistralLarge3ForCausalLM Glm4MoeLiteForCausalLM KimiK25ForConditionalGeneration
+"""
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_PLUS_ONE.split(), "plus-one"),
+    **dict.fromkeys(_DEEPSEEK.split(), "deepseek"),
+    "GptOssForCausalLM": "gpt-oss",
+    "MiniMaxM3SparseForConditionalGeneration": "minimax-m3",
+}
 """Target class -> the rule of its `set_eagle3_layers_to_capture`; a class that is absent here cannot serve EAGLE-3."""
-RULES |= dict.fromkeys(
-    """DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM GlmMoeDsaForCausalLM
-    MistralLarge3ForCausalLM Glm4MoeLiteForCausalLM KimiK25ForConditionalGeneration""".split(),
-    "deepseek",
-)
-RULES |= {"GptOssForCausalLM": "gpt-oss", "MiniMaxM3SparseForConditionalGeneration": "minimax-m3"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""One named finding of `verify`, and what the checks look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from draftsmith.configs.drafter import DrafterSpec
+from draftsmith.configs.target import Target
+from draftsmith.convert.tensors import FileTensor
+
+Status = Literal["pass", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """`message` says what was found and what an engine does with it; `mend` is the command or edit that mends it."""
+
+    name: str
+    status: Status
+    message: str
+    mend: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A drafter folder under examination.
+
+    Attributes:
+        raw: every tensor as the files name it, duplicates included; None if the files cannot be read.
+        tensors: the same by canonical name.
+        record: draftsmith.json, None if there is none.
+        spec: the dimensions as an engine takes them from config.json; None if it does not tell them.
+        spec_fault: why `spec` is None.
+        deep: whether all values may be read.
+    """
+
+    folder: Path
+    target: Target
+    config: Mapping[str, Any]
+    raw: list[FileTensor] | None
+    raw_fault: str | None
+    tensors: Mapping[str, FileTensor]
+    record: Mapping[str, Any] | None
+    spec: DrafterSpec | None
+    spec_fault: str | None
+    store: Path | None
+    deep: bool
+
+    @property
+    def trained_taps(self) -> tuple[int, ...] | None:
+        """The taps of training, by the record."""
+        layers = ((self.record or {}).get("taps") or {}).get("layers")
+        return tuple(layers) if isinstance(layers, list) and layers else None
+
+    @property
+    def convert_command(self) -> str:
+        """The command that writes the folder afresh."""
+        return f"draftsmith convert {self.folder} --target {self.target.path} --out {self.folder} --overwrite"
+
+
+def passed(name: str, message: str) -> Check:
+    """A check that found nothing wrong."""
+    return Check(name, "pass", message)
+
+
+def warned(name: str, message: str, mend: str | None = None) -> Check:
+    """A finding that a person should know of, with which the drafter still serves as trained."""
+    return Check(name, "warn", message, mend)
+
+
+def failed(name: str, message: str, mend: str | None = None) -> Check:
+    """A fault: the drafter does not load, or drafts other tokens than it was trained to."""
+    return Check(name, "fail", message, mend)

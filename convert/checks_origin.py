@@ -1,0 +1,116 @@
+"""Checks of where the drafter comes from: the record beside it, the target and the store it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import read_json, sha256_json
+from draftsmith.convert.check import Check, Subject, failed, passed, warned
+from draftsmith.convert.config_fields import make_spec
+from draftsmith.convert.read import RECORD
+from draftsmith.convert.tensors import TORCH_NAMES, sha256_tensor
+from draftsmith.convert.write_sglang import config_differences, engine_config
+
+
+def check_origin(subject: Subject) -> Iterator[Check]:
+    """Every check of this file, in the order of the report."""
+    if subject.record is None:
+        yield warned(
+            "record.present",
+            f"no {RECORD}: taps, RoPE and target of training are taken on trust",
+            "convert the training checkpoint",
+        )
+    else:
+        yield _config(subject, subject.record)
+        yield _tensors(subject, subject.record)
+        yield _fingerprint(subject, subject.record)
+    if subject.store is not None:
+        yield from _store(subject)
+
+
+def _config(subject: Subject, record: Mapping[str, Any]) -> Check:
+    name, where = "record.config", subject.folder / RECORD
+    dtype = str(record.get("dtype"))
+    try:
+        if dtype not in TORCH_NAMES or not isinstance(record.get("spec"), dict):
+            raise DraftsmithError("spec or dtype is missing", where=where)
+        expected = engine_config(make_spec(record["spec"], where), subject.target, dtype)
+    except DraftsmithError as error:
+        return failed(name, f"{RECORD} is damaged: {error.problem}", "convert the training checkpoint again")
+    lines = config_differences(subject.config, expected)
+    if lines:
+        return warned(name, "edited since conversion: " + "; ".join(lines), subject.convert_command)
+    return passed(name, "config.json is what conversion wrote")
+
+
+def _tensors(subject: Subject, record: Mapping[str, Any]) -> Check:
+    name, recorded = "record.tensors", record.get("tensors")
+    if not isinstance(recorded, dict):
+        return failed(name, f"{RECORD} lists no tensors", "convert the training checkpoint again")
+    other = sorted(recorded.keys() ^ subject.tensors.keys())
+    if other:
+        return failed(
+            name, f"not the tensors that conversion wrote: {', '.join(other)}", "convert again or fetch again"
+        )
+    if not subject.deep:
+        return passed(name, f"the {len(recorded)} tensors that conversion wrote (bytes: --deep)")
+    changed = sorted(
+        key for key, tensor in subject.tensors.items() if sha256_tensor(tensor) != recorded[key].get("sha256")
+    )
+    if changed:
+        return failed(name, f"bytes changed since conversion: {', '.join(changed)}", "convert again or fetch again")
+    return passed(name, f"{len(recorded)} tensors, every byte as conversion wrote it")
+
+
+def _fingerprint(subject: Subject, record: Mapping[str, Any]) -> Check:
+    name = "target.fingerprint"
+    trained = (record.get("provenance") or {}).get("target") or (record.get("target") or {}).get("fingerprint") or {}
+    return _compare(name, trained, subject.target.fingerprint(), f"the target {subject.target.path}", "training")
+
+
+def _compare(name: str, trained: Mapping[str, Any], found: Mapping[str, Any], what: str, whose: str) -> Check:
+    """Another tokenizer changes what ids mean, another config or index what the states are."""
+    common = sorted(trained.keys() & found.keys())
+    different = [key for key in common if trained[key] != found[key]]
+    if "tokenizer" in different:
+        return failed(name, f"{what} has another tokenizer than {whose}", "serve the target that was trained on")
+    if different:
+        return warned(
+            name,
+            f"{what} is not that of {whose}: {', '.join(different)} differ",
+            "serve the target that was trained on",
+        )
+    if not common:
+        return warned(name, f"{whose} recorded no target to compare with")
+    return passed(name, f"{what} is that of {whose} ({', '.join(common)})")
+
+
+def _store(subject: Subject) -> Iterator[Check]:
+    assert subject.store is not None
+    file = subject.store / "manifest.json"
+    manifest = read_json(file, what="the store's manifest", mend="name a store that harvest wrote")
+    taps = tuple(manifest.get("taps") or ())
+    ours = subject.trained_taps or (subject.spec.taps if subject.spec else None)
+    convention = manifest.get("tap_convention")
+    if convention != "layer-input":
+        yield failed("store.taps", f"the store counts taps by {convention}, expected layer-input", "harvest again")
+    elif taps != ours:
+        yield failed(
+            "store.taps",
+            f"the store holds taps {list(taps)}, the drafter reads {list(ours or ())}",
+            "name the store it was trained on",
+        )
+    else:
+        yield passed("store.taps", f"the store holds taps {list(taps)}, as the drafter reads them")
+    harvested = manifest.get("target")
+    yield _compare(
+        "store.target", harvested if isinstance(harvested, dict) else {}, subject.target.fingerprint(),
+        f"the target {subject.target.path}", "the harvest",
+    )  # fmt: skip
+    recorded = ((subject.record or {}).get("provenance") or {}).get("store") or {}
+    if recorded.get("manifest") == sha256_json(manifest):
+        yield passed("store.manifest", "the very store that training read")
+    elif recorded.get("manifest"):
+        yield warned("store.manifest", "not the store that training read (its manifest differs)")

@@ -1,0 +1,40 @@
+"""The command lines that serve a drafter, with every flag whose default would change what it computes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from draftsmith.configs.target import Target
+from draftsmith.convert.layer_ids import rule_of
+
+STEPS = 3
+"""Drafted tokens a chain: what both engines take for most targets."""
+
+
+def sglang_line(drafter: Path, target: Target, *, steps: int = STEPS) -> str:
+    """SGLang: the three speculative sizes together, the drafter unquantised, its own attention back end behind MLA."""
+    words = ["python", "-m", "sglang.launch_server", "--model-path", str(target.path.resolve())]
+    words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(drafter.resolve())]
+    words += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
+    words += ["--speculative-num-draft-tokens", str(steps + 1), "--speculative-draft-model-quantization", "unquant"]
+    if uses_mla(target):
+        words += ["--speculative-draft-attention-backend", "flashinfer"]
+    if "auto_map" in target.config:
+        words.append("--trust-remote-code")
+    return shlex.join(words)
+
+
+def vllm_line(drafter: Path, target: Target, *, steps: int = STEPS) -> str:
+    """vLLM: the method named, because it is otherwise guessed from the path."""
+    speculative = {"method": "eagle3", "model": str(drafter.resolve()), "num_speculative_tokens": steps}
+    words = ["vllm", "serve", str(target.path.resolve()), "--speculative-config", json.dumps(speculative)]
+    if "auto_map" in target.config:
+        words.append("--trust-remote-code")
+    return shlex.join(words)
+
+
+def uses_mla(target: Target) -> bool:
+    """Whether the target attends through a latent (DeepSeek's MLA), which the drafter does not."""
+    return "kv_lora_rank" in target.text_config or rule_of(target.architecture) == "deepseek"

@@ -1,0 +1,138 @@
+"""Every static check of a converted drafter, without an engine and without a GPU; headers alone unless asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from draftsmith.configs.console import console, out
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import read_json
+from draftsmith.configs.target import Target, read_target
+from draftsmith.convert.check import Check, Subject, warned
+from draftsmith.convert.checks_config import check_config
+from draftsmith.convert.checks_origin import check_origin
+from draftsmith.convert.checks_serving import check_serving
+from draftsmith.convert.checks_tensors import check_tensors
+from draftsmith.convert.config_fields import NESTED_IDS, read_dimensions
+from draftsmith.convert.context import OVERRIDE
+from draftsmith.convert.dialects import SGLANG, look_up
+from draftsmith.convert.layer_ids import resolve_sglang
+from draftsmith.convert.launch import sglang_line, vllm_line
+from draftsmith.convert.read import canonical_name, read_record
+from draftsmith.convert.source import drafter_files
+from draftsmith.convert.tensors import FileTensor
+
+COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
+
+
+def verify(drafter: Path, target: Path, *, store: Path | None = None, deep: bool = False) -> list[Check]:
+    """Check a drafter folder against what SGLang 0.5.23 and vLLM 0.32.0 will do with it.
+
+    Args:
+        drafter: a folder with config.json and safetensors weights.
+        target: the target's folder.
+        store: a harvest whose taps and target must be the drafter's.
+        deep: read every tensor (values, the embedding, recorded hashes); else headers, maps and norms only.
+
+    Raises:
+        DraftsmithError: the folders themselves, or their config.json, cannot be read.
+    """
+    subject = examine(drafter, read_target(target), store=store, deep=deep)
+    checks = [check for part in (check_config, check_tensors, check_serving, check_origin) for check in part(subject)]
+    return [*checks, *_environment()]
+
+
+def verify_command(
+    drafter: Path, target: Path, *, store: Path | None = None, deep: bool = False, as_json: bool = False
+) -> bool:
+    """Run `verify` and print it, with the lines that launch both engines; True if nothing failed."""
+    checks = verify(drafter, target, store=store, deep=deep)
+    counts = Counter(str(check.status) for check in checks)
+    served = read_target(target)
+    lines = {"sglang": sglang_line(drafter, served), "vllm": vllm_line(drafter, served)}
+    good = counts["fail"] == 0
+    if as_json:
+        report = {"drafter": str(drafter), "ok": good, "checks": [asdict(check) for check in checks], "launch": lines}
+        out.print(json.dumps(report, indent=2), markup=False, highlight=False)
+        return good
+    out.print(report_table(drafter, checks))
+    for check in checks:
+        if check.status == "fail" and check.mend:
+            out.print(Text.assemble(("mend ", "red"), f"{check.name}: {check.mend}"))
+    if good:
+        for engine, line in lines.items():
+            out.print(Text.assemble((f"{engine}: ", "green"), line))
+    summary = ", ".join(
+        f"{counts[status]} {word}" for status, word in (("pass", "passed"), ("warn", "warned"), ("fail", "failed"))
+    )
+    console.print(Text.assemble(("good " if good else "refused ", "green" if good else "red"), f"{drafter}: {summary}"))
+    return good
+
+
+def report_table(drafter: Path, checks: list[Check]) -> Table:
+    """One row a check."""
+    view = Table(title=f"verify {drafter}", title_justify="left")
+    for column in ("check", "", "what was found"):
+        view.add_column(column, overflow="fold")
+    for check in checks:
+        view.add_row(check.name, Text(check.status, style=COLOURS[check.status]), Text(check.message))
+    return view
+
+
+def examine(folder: Path, target: Target, *, store: Path | None, deep: bool) -> Subject:
+    """Read what the checks look at; faults of the weights and of the dimensions become findings, not errors."""
+    if not folder.is_dir():
+        raise DraftsmithError(
+            "the drafter folder does not exist", where=folder, mend="draftsmith convert ... --out " + str(folder)
+        )
+    mend = "convert a training checkpoint first: draftsmith convert CHECKPOINT --target TARGET --out FOLDER"
+    config = read_json(folder / "config.json", what="the drafter's config.json", mend=mend)
+    raw: list[FileTensor] | None = None
+    raw_fault: str | None = None
+    try:
+        raw = drafter_files(folder)
+    except DraftsmithError as error:
+        raw_fault = _one_line(error)
+    tensors = {canonical_name(SGLANG, tensor.name.removeprefix("model.")): tensor for tensor in raw or []}
+    subject = Subject(
+        folder, target, config, raw, raw_fault, tensors, read_record(folder), None, None, store, deep
+    )  # fmt: skip
+    # Taps and RoPE have checks of their own; here they only have to stand for something.
+    taps = subject.trained_taps or _served_taps(config, target)
+    try:
+        spec, _ = read_dimensions(SGLANG, config, tensors, target, folder / "config.json", taps=taps, rope=target.rope)
+    except DraftsmithError as error:
+        return replace(subject, spec_fault=_one_line(error))
+    return replace(subject, spec=spec)
+
+
+def _served_taps(config: dict[str, Any], target: Target) -> tuple[int, ...]:
+    nested = look_up(config, NESTED_IDS)
+    ids = nested if isinstance(nested, list) and nested and all(type(item) is int for item in nested) else None
+    return resolve_sglang(target.architecture, ids, target.num_layers)
+
+
+def _one_line(error: DraftsmithError) -> str:
+    found = f" (found {error.found})" if error.found is not None else ""
+    return "; ".join(part.strip() for part in error.problem.splitlines()) + found
+
+
+def _environment() -> list[Check]:
+    """Switches of SGLang in this shell that would fake or hide a result."""
+    said = {
+        "SGLANG_SIMULATE_ACC_LEN": "SGLang would report an invented accept length",
+        OVERRIDE: "SGLang would only warn of a drafter whose context is too short",
+    }
+    return [
+        warned("environment", f"{name} is set: {effect}", f"unset {name}")
+        for name, effect in said.items()
+        if os.environ.get(name)
+    ]
