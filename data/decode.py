@@ -148,9 +148,11 @@ class _Rows:
         return hidden
 
 
-class _BlockLayer(DynamicLayer):  # type: ignore[misc]
+class _BlockLayer(DynamicLayer):
     """transformers' growing cache layer with room for BLOCK positions ahead, so that a step copies one position only."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
     _room_keys: torch.Tensor | None = None
     _room_values: torch.Tensor | None = None
 

@@ -308,6 +308,8 @@ def _facts(conversations: Sequence[Conversation], rejected: Counter[str]) -> dic
     tokens = sum(conversation.generated_tokens for conversation in conversations)
     return {
         "conversations": len(conversations),
+        "turns": sum(len(one.spans) for one in conversations),
+        "tokens": sum(len(one.input_ids) for one in conversations),
         "generated_tokens": tokens,
         "mean_logprob": sum(one.mean_logprob * one.generated_tokens for one in conversations) / tokens,
         "cut": sum(one.finish.count("length") for one in conversations),

@@ -1,0 +1,283 @@
+"""The store of harvested hidden states: what is on disk, and reading one conversation of it at a time.
+
+    manifest.json                        provenance and the list of shards; written after every shard, last
+    shard-00000-00012.safetensors        (rank, number)
+        input_ids int32 (T,)   generated bool (T,)   offsets int64 (n+1,)   argmax int32 (T,)
+        taps bf16 (T, K, H)    the residual stream entering layer k, for each tap k
+        final bf16 (T, H)      after the final norm: the input of the target's head
+
+T counts the tokens of all conversations of a shard; no padding is stored.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import safe_open
+
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import read_json, sha256_file
+from draftsmith.configs.target import read_header
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+DTYPES = {"input_ids": "I32", "generated": "BOOL", "offsets": "I64", "taps": "BF16", "final": "BF16", "argmax": "I32"}
+"""Every tensor of a shard and its safetensors dtype."""
+
+
+class StoredConversation(BaseModel):
+    """What the manifest says of one conversation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    id: str
+    length: int = Field(gt=0, description="tokens")
+    generated: int = Field(ge=0, description="of which the target wrote so many")
+    greedy: bool
+    mean_logprob: float | None = Field(default=None, description="at generation, temperature 1, in nats")
+
+
+class Shard(BaseModel):
+    """One file of the store."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    file: str
+    tokens: int
+    bytes: int
+    sha256: str
+    conversations: tuple[StoredConversation, ...]
+
+
+class Provenance(BaseModel):
+    """Where the states come from; a store is continued only with an equal one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    target: dict[str, str] = Field(description="the target's fingerprint")
+    target_mark: str = Field(description="short hash of the fingerprint, as in the conversations")
+    taps: tuple[int, ...]
+    tap_convention: Literal["layer-input"] = "layer-input"
+    final_state: Literal["post-norm"] = "post-norm"
+    hidden_size: int
+    vocab_size: int
+    computed_in: str = Field(description="dtype of the target while harvesting")
+    stored_in: Literal["bfloat16"] = "bfloat16"
+    source: str = Field(description="sha256 of the conversations file")
+    planned: int = Field(description="conversations of the finished store")
+    max_length: int = Field(description="conversations were cut here")
+    shard_tokens: int
+
+
+class StoreManifest(Provenance):
+    """manifest.json."""
+
+    schema_version: Literal[1] = 1
+    tool_version: str
+    complete: bool
+    shards: tuple[Shard, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def stored(self) -> list[StoredConversation]:
+        """The conversations of all shards, in store order."""
+        return [conversation for shard in self.shards for conversation in shard.conversations]
+
+
+@dataclass(frozen=True)
+class HarvestedConversation:
+    """One conversation's tokens and states.
+
+    Attributes:
+        input_ids: int64 (T,).
+        generated: bool (T,), True where the target wrote the token.
+        taps: bf16 (T, K, H), the residual stream entering each tapped layer.
+        final: bf16 (T, H), the input of the target's head.
+        argmax: int64 (T,), the target's most likely next token at each position.
+    """
+
+    id: str
+    input_ids: torch.Tensor
+    generated: torch.Tensor
+    taps: torch.Tensor
+    final: torch.Tensor
+    argmax: torch.Tensor
+    greedy: bool
+    mean_logprob: float | None
+
+
+def read_manifest(path: Path) -> StoreManifest:
+    """The manifest of the store at `path`.
+
+    Raises:
+        DraftsmithError: missing, not JSON, another schema version, or a field that does not fit.
+    """
+    file = path / MANIFEST
+    mend = "draftsmith harvest CONFIG"
+    content = read_json(file, what="the store's manifest", mend=mend)
+    if content.get("schema_version") != SCHEMA_VERSION:
+        raise DraftsmithError(
+            "the store has another schema version",
+            where=file,
+            found=content.get("schema_version"),
+            expected=SCHEMA_VERSION,
+            mend=f"rm -r {path}; {mend}",
+        )
+    try:
+        return StoreManifest.model_validate(content)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise DraftsmithError(
+            f"the store's manifest does not fit: {'.'.join(map(str, fault['loc']))}: {fault['msg']}",
+            where=file,
+            mend=f"rm -r {path}; {mend}",
+        ) from None
+
+
+class HarvestReader:
+    """A finished store, as a sequence of conversations; each access reads that conversation's rows only.
+
+    Raises (when opened):
+        DraftsmithError: unfinished store, a shard that is missing or has another size, or a tensor of a shard that is
+            missing or has another dtype or shape than the manifest implies.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        if not self.manifest.complete:
+            raise DraftsmithError(
+                "the store is unfinished",
+                where=self.path,
+                found=f"{len(self.manifest.stored):,} conversations",
+                expected=f"{self.manifest.planned:,}",
+                mend="draftsmith harvest CONFIG (it goes on where it stopped)",
+            )
+        for shard in self.manifest.shards:
+            check_shard(self.path, shard, self.manifest)
+        conversations = self.manifest.stored
+        self.ids = [conversation.id for conversation in conversations]
+        self.lengths = [conversation.length for conversation in conversations]
+        self._conversations = conversations
+        self._firsts = list(accumulate((len(shard.conversations) for shard in self.manifest.shards), initial=0))
+        self._starts = [
+            start
+            for shard in self.manifest.shards
+            for start in list(accumulate((one.length for one in shard.conversations), initial=0))[:-1]
+        ]
+        self._handles: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> HarvestedConversation:
+        index = range(len(self))[index]
+        handle, start, end = self._locate(index)
+        conversation = self._conversations[index]
+        return HarvestedConversation(
+            id=conversation.id,
+            input_ids=handle.get_slice("input_ids")[start:end].long(),
+            generated=handle.get_slice("generated")[start:end],
+            taps=handle.get_slice("taps")[start:end],
+            final=handle.get_slice("final")[start:end],
+            argmax=handle.get_slice("argmax")[start:end].long(),
+            greedy=conversation.greedy,
+            mean_logprob=conversation.mean_logprob,
+        )
+
+    def __iter__(self) -> Iterator[HarvestedConversation]:
+        return (self[index] for index in range(len(self)))
+
+    def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids int64 (T,) and generated bool (T,) of a conversation, without its states."""
+        index = range(len(self))[index]
+        handle, start, end = self._locate(index)
+        return handle.get_slice("input_ids")[start:end].long(), handle.get_slice("generated")[start:end]
+
+    def agreement(self) -> float | None:
+        """Share of greedily generated tokens that equal the argmax one position earlier; None if nothing was greedy.
+
+        Rounding moves near-ties, so that it is a little below 1; a shift, a wrong layer or a wrong norm ruins it.
+        """
+        same = total = 0
+        for index, conversation in enumerate(self._conversations):
+            if conversation.greedy:
+                handle, start, end = self._locate(index)
+                ids, generated = self.tokens(index)
+                guess = handle.get_slice("argmax")[start:end].long()
+                same += int(((guess[:-1] == ids[1:]) & generated[1:]).sum())
+                total += int(generated[1:].sum())
+        return same / total if total else None
+
+    def verify(self) -> None:
+        """Compare every shard's bytes with its recorded SHA-256.
+
+        Raises:
+            DraftsmithError: a shard whose bytes have changed.
+        """
+        for shard in self.manifest.shards:
+            found = sha256_file(self.path / shard.file)
+            if found != shard.sha256:
+                raise DraftsmithError(
+                    "a shard's bytes have changed since it was written",
+                    where=self.path / shard.file,
+                    found=f"sha256 {found}",
+                    expected=shard.sha256,
+                    mend=f"rm -r {self.path}; draftsmith harvest CONFIG",
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Open files stay behind when a reader is sent to a worker process."""
+        return self.__dict__ | {"_handles": {}}
+
+    def _locate(self, index: int) -> tuple[Any, int, int]:
+        number = bisect_right(self._firsts, index) - 1
+        if number not in self._handles:
+            self._handles[number] = safe_open(self.path / self.manifest.shards[number].file, framework="pt")
+        start = self._starts[index]
+        return self._handles[number], start, start + self.lengths[index]
+
+
+def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:
+    """Compare a shard's size and header with the manifest; nothing but the header is read.
+
+    Raises:
+        DraftsmithError: the shard is missing, has another size, or a tensor is missing or has another dtype or shape.
+    """
+    file = folder / shard.file
+    mend = f"rm -r {folder}; draftsmith harvest CONFIG"
+    if not file.is_file():
+        raise DraftsmithError("a shard of the store is missing", where=file, mend=mend)
+    if file.stat().st_size != shard.bytes:
+        raise DraftsmithError(
+            "a shard is cut off or was changed",
+            where=file,
+            found=f"{file.stat().st_size:,} bytes",
+            expected=f"{shard.bytes:,} bytes",
+            mend=mend,
+        )
+    header = read_header(file)
+    rows, taps, hidden = shard.tokens, len(provenance.taps), provenance.hidden_size
+    shapes = {name: [rows] for name in DTYPES} | {
+        "offsets": [len(shard.conversations) + 1],
+        "taps": [rows, taps, hidden],
+        "final": [rows, hidden],
+    }
+    for name, dtype in DTYPES.items():
+        found = (header[name]["dtype"], header[name]["shape"]) if name in header else None
+        if found != (dtype, shapes[name]):
+            raise DraftsmithError(
+                f"tensor {name} of a shard does not fit the manifest",
+                where=file,
+                found=found or "no such tensor",
+                expected=(dtype, shapes[name]),
+                mend=mend,
+            )
