@@ -98,12 +98,13 @@ def sweep_unfinished(path: Path) -> None:
             if not path.exists() and leftover.name.startswith(f".{path.name}{TEMPORARY_MARK}old-"):
                 leftover.rename(path)
                 continue
-            entries = [leftover, *leftover.rglob("*")] if leftover.is_dir() else [leftover]
+            is_folder = leftover.is_dir() and not leftover.is_symlink()
+            entries = [leftover, *leftover.rglob("*")] if is_folder else [leftover]
             if time.time() - max(entry.lstat().st_mtime for entry in entries) < STALE_SECONDS:
                 continue
         except FileNotFoundError:  # its writer finished just now
             continue
-        if leftover.is_dir():
+        if is_folder:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             _unlink(leftover)

@@ -24,8 +24,8 @@ from draftsmith.convert.checks_tensors import check_tensors
 from draftsmith.convert.config_fields import NESTED_IDS, read_dimensions
 from draftsmith.convert.context import OVERRIDE
 from draftsmith.convert.dialects import SGLANG, look_up
-from draftsmith.convert.layer_ids import resolve_sglang
 from draftsmith.convert.launch import sglang_line, vllm_line
+from draftsmith.convert.layer_ids import resolve_sglang
 from draftsmith.convert.read import canonical_name, read_record
 from draftsmith.convert.source import drafter_files
 from draftsmith.convert.tensors import FileTensor

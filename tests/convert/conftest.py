@@ -69,7 +69,8 @@ def random_tensors(shapes=None, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def make_spec(target: Path, **changes) -> DrafterSpec:
-    return default_drafter(read_target(target), DRAFT, **({"taps": TAPS, "trained_length": 2048} | changes))
+    values = {"draft_vocab_size": DRAFT, "taps": TAPS, "trained_length": 2048} | changes
+    return default_drafter(read_target(target), **values)
 
 
 def make_checkpoint(folder: Path, target: Path, tensors=None, **changes) -> Path:

@@ -1,0 +1,78 @@
+"""README.md of an exported drafter: a model card with front matter, from the record and the numbers measured beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from draftsmith.configs.drafter import DrafterSpec
+from draftsmith.configs.files import read_json
+from draftsmith.configs.target import Target
+from draftsmith.convert.launch import sglang_line, vllm_line
+
+MEASUREMENTS = ("evaluate.json", "serve.json")
+"""Results that the run leaves in the drafter's folder or beside it."""
+
+MOST_NUMBERS = 40
+"""Lines of one result that the card shows."""
+
+
+def model_card(drafter: Path, target: Target, record: Mapping[str, Any], spec: DrafterSpec) -> str:
+    """Markdown with YAML front matter; equal input gives equal text."""
+    base = str(target.config.get("_name_or_path") or target.path.resolve().name)
+    front = [
+        "---",
+        f"base_model: {json.dumps(base)}",
+        "library_name: sglang",
+        "tags: [eagle3, speculative-decoding, drafter]",
+        "---",
+    ]
+    facts = {
+        "target": f"{base} ({target.architecture})",
+        "taps (inputs of layers)": ", ".join(map(str, spec.taps)),
+        "hidden size, heads, KV heads, head dim": f"{spec.hidden_size}, {spec.num_attention_heads}, {spec.num_key_value_heads}, {spec.head_dim}",
+        "parameters": f"{spec.parameter_count():,}",
+        "draft vocabulary": f"{spec.draft_vocab_size:,} of {spec.vocab_size:,}",
+        "context served": f"{spec.max_position_embeddings:,}",
+        "trained length": f"{spec.trained_length:,}" if spec.trained_length else "not recorded",
+        "RoPE": f"theta {spec.rope.theta:g}" + (f", {json.dumps(spec.rope.scaling)}" if spec.rope.scaling else ""),
+        "weights": str(record.get("dtype")),
+    }
+    lines = [*front, "", f"# EAGLE-3 drafter for {base}", "", *_table("what", "value", facts.items())]
+    for name in MEASUREMENTS:
+        file = next((place / name for place in (drafter, drafter.parent) if (place / name).is_file()), None)
+        if file is not None:
+            numbers = list(_numbers(read_json(file, what=name)))[:MOST_NUMBERS]
+            lines += ["", f"## Measured ({name})", "", *_table("quantity", "value", numbers)]
+    provenance = dict(_leaves(record.get("provenance") or {}))
+    if provenance:
+        lines += ["", "## Provenance", "", *_table("what", "value", provenance.items())]
+    here = Path("DRAFTER")
+    serve = [line.replace(str(here.resolve()), "DRAFTER").replace(str(target.path.resolve()), "TARGET") for line in (
+        sglang_line(here, target), vllm_line(here, target))]  # fmt: skip
+    lines += ["", "## Serve", "", "```", *serve, "```", ""]
+    return "\n".join(lines)
+
+
+def _table(first: str, second: str, rows: Any) -> list[str]:
+    return [f"| {first} | {second} |", "|---|---|", *(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)]
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _leaves(item, f"{prefix}{key}.")
+        elif item is not None:
+            yield prefix + str(key), item
+
+
+def _numbers(value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, item in _leaves(value):
+        if isinstance(item, int | float) and not isinstance(item, bool):
+            yield key, f"{item:,}" if isinstance(item, int) else f"{item:.4g}"
