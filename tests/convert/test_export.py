@@ -1,0 +1,147 @@
+"""An export appears whole or not at all, and what was there before stays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import threading
+
+import pytest
+
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import TEMPORARY_MARK
+from draftsmith.convert.export import export
+from tests.convert.conftest import edit_config, listing
+
+
+def leftovers(folder):
+    return [entry.name for entry in folder.iterdir() if TEMPORARY_MARK in entry.name]
+
+
+def test_a_version_holds_every_file_and_its_hash(tmp_path, drafter, target):
+    place = export(drafter, tmp_path / "shared", target)
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert manifest["files"].keys() == {"config.json", "draftsmith.json", "model.safetensors", "README.md"}
+    for name, entry in manifest["files"].items():
+        data = (place / name).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == entry["sha256"] and len(data) == entry["bytes"]
+    for name in ("config.json", "draftsmith.json", "model.safetensors"):
+        assert (place / name).read_bytes() == (drafter / name).read_bytes()
+    assert (tmp_path / "shared" / "latest").resolve() == place.resolve()
+    assert json.loads((tmp_path / "shared" / "latest.json").read_text())["version"] == place.name == manifest["version"]
+    assert not leftovers(tmp_path / "shared")
+
+
+def test_the_card_names_base_model_taps_and_measured_numbers(tmp_path, drafter, target):
+    (tmp_path / "evaluate.json").write_text('{"accept_length": {"3": 2.5125}, "positions": 1200}')
+    card = (export(drafter, tmp_path / "shared", target) / "README.md").read_text()
+    assert card.startswith('---\nbase_model: "target"\n')
+    for words in (
+        "| taps (inputs of layers) | 2, 4, 5 |",
+        "| accept_length.3 | 2.513 |",
+        "| positions | 1,200 |",
+        "| step | 123 |",
+    ):
+        assert words in card
+    assert str(tmp_path) not in card
+
+
+def test_a_second_export_changes_nothing_and_a_damaged_file_is_mended(tmp_path, drafter, target, capsys):
+    place = export(drafter, tmp_path / "shared", target)
+    before = listing(place)
+    times = {file: file.stat().st_mtime_ns for file in place.iterdir()}
+    assert export(drafter, tmp_path / "shared", target) == place
+    assert {file: file.stat().st_mtime_ns for file in place.iterdir()} == times
+    (place / "model.safetensors").write_bytes(before["model.safetensors"][:-1])
+    export(drafter, tmp_path / "shared", target)
+    assert "is damaged (model.safetensors)" in capsys.readouterr().err.replace("\n", "") and listing(place) == before
+
+
+def test_versions_stand_side_by_side_and_never_change(tmp_path, drafter, target):
+    first = export(drafter, tmp_path / "shared", target, version="v1")
+    edit_config(drafter, transformers_version="5.19.0")
+    second = export(drafter, tmp_path / "shared", target, version="v2")
+    assert first.is_dir() and (tmp_path / "shared" / "latest").resolve() == second.resolve()
+    with pytest.raises(DraftsmithError, match="other files go by this version's name"):
+        export(drafter, tmp_path / "shared", target, version="v1")
+
+
+def test_a_drafter_that_fails_verification_is_not_exported(tmp_path, drafter, target):
+    edit_config(drafter, tie_word_embeddings=True)
+    with pytest.raises(DraftsmithError, match=r"config\.tie_word_embeddings"):
+        export(drafter, tmp_path / "shared", target)
+    assert not (tmp_path / "shared").exists()
+
+
+@pytest.mark.parametrize("version", ["latest", "../x", "a/b", ".hidden"])
+def test_a_version_s_name_stays_inside_the_destination(tmp_path, drafter, target, version):
+    with pytest.raises(DraftsmithError, match="cannot be the name of a version"):
+        export(drafter, tmp_path / "shared", target, version=version)
+
+
+def test_storage_that_is_not_mounted_is_no_place_to_create(tmp_path, drafter, target):
+    with pytest.raises(DraftsmithError, match="parent folder does not exist"):
+        export(drafter, tmp_path / "mnt" / "gone" / "drafters", target)
+    assert not (tmp_path / "mnt").exists()
+
+
+def test_a_destination_that_cannot_be_written_gives_one_error(tmp_path, drafter, target):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DraftsmithError, match="could not write"):
+        export(drafter, tmp_path / "file", target)
+    assert (tmp_path / "file").read_text() == "not a folder"
+
+
+def test_latest_that_is_a_real_folder_is_not_flipped(tmp_path, drafter, target):
+    (tmp_path / "shared" / "latest").mkdir(parents=True)
+    with pytest.raises(DraftsmithError, match="`latest` is no link"):
+        export(drafter, tmp_path / "shared", target)
+
+
+def test_a_full_disk_gives_one_error_and_loses_nothing(tmp_path, drafter, target):
+    """A limit on the size of files stands in for the full disk."""
+    old = export(drafter, tmp_path / "shared", target, version="v1")
+    before = listing(tmp_path / "shared")
+    edit_config(drafter, transformers_version="5.19.0")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(DraftsmithError, match="could not write"):
+            export(drafter, tmp_path / "shared", target, version="v2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert listing(tmp_path / "shared") == before and not leftovers(tmp_path / "shared")
+    assert (tmp_path / "shared" / "latest").resolve() == old.resolve()
+
+
+def test_storage_without_links_still_tells_the_latest(tmp_path, drafter, target, monkeypatch):
+    def no_links(*_args, **_kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", no_links)
+    place = export(drafter, tmp_path / "shared", target)
+    assert json.loads((tmp_path / "shared" / "latest.json").read_text())["version"] == place.name
+
+
+def test_exporters_at_the_same_time_end_with_one_whole_version(tmp_path, drafter, target):
+    start, errors = threading.Barrier(4), []
+
+    def run():
+        start.wait()
+        try:
+            export(drafter, tmp_path / "shared", target)
+        except DraftsmithError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and not leftovers(tmp_path / "shared")
+    (version,) = [entry for entry in (tmp_path / "shared").iterdir() if entry.is_dir() and not entry.is_symlink()]
+    assert listing(version) == listing(export(drafter, tmp_path / "alone", target))
