@@ -2,7 +2,7 @@
 
 Notable choices: finished rows leave the batch, so that one long answer does not make the others wait; key-value memory
 grows in blocks instead of being copied at every step; a sampled token depends on nothing but its own row's logits and
-its own random numbers. The choice among logits is made in the model's own dtype, as `generate` and the engines do.
+its own random numbers. Logits are computed in the model's own dtype and widened to float32 afterwards, as `generate` does.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Sampler:
     top_p: float = 1.0
 
     def choose(self, logits: torch.Tensor, uniform: torch.Tensor | None) -> torch.Tensor:
-        """Ids int64 (B,) from logits (B, V); `uniform` (B,) in [0, 1) decides when sampling."""
+        """Ids int64 (B,) from float32 logits (B, V); `uniform` (B,) in [0, 1) decides when sampling."""
         if self.temperature == 0.0 or uniform is None:
             return logits.argmax(dim=-1)
-        probabilities, order = torch.softmax(logits.float() / self.temperature, dim=-1).sort(dim=-1, descending=True)
+        probabilities, order = torch.softmax(logits / self.temperature, dim=-1).sort(dim=-1, descending=True)
         total = probabilities.cumsum(dim=-1)
         kept = total - probabilities < self.top_p
         total = torch.where(kept, total, total.new_zeros(())).cummax(dim=-1).values
@@ -79,11 +79,10 @@ def answer_batch(
     finish: list[Literal["stop", "length"]] = ["length"] * len(prompts)
     hidden = rows.prefill()
     for step in range(max(limits)):
-        logits = target.head(hidden).to(target.device)
+        logits = target.head(hidden).to(target.device).float()
         uniform = draws[rows.alive.to(target.device), step] if draws is not None else None
         chosen = sampler.choose(logits, uniform)
-        wide = logits.float()
-        gained = wide.gather(-1, chosen[:, None])[:, 0] - wide.logsumexp(dim=-1)
+        gained = -torch.nn.functional.cross_entropy(logits, chosen, reduction="none")
         stopped = torch.isin(chosen, stops)
         for row, token, logprob, stop in zip(
             rows.alive.tolist(), chosen.tolist(), gained.tolist(), stopped.tolist(), strict=True

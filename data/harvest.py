@@ -179,8 +179,8 @@ def _take_input(seen: dict[Any, torch.Tensor], tap: int) -> Any:
 
 
 def _argmax(target: LoadedTarget, final: torch.Tensor) -> torch.Tensor:
-    """int64 (T,) on the CPU from final (T, H), a slice of rows at a time."""
-    return torch.cat([target.head(rows).argmax(dim=-1).cpu() for rows in final.split(ARGMAX_ROWS)])
+    """int64 (T,) on the CPU from final (T, H), a slice of rows at a time; widened first, as a CPU is slow at bf16 argmax."""
+    return torch.cat([target.head(rows).float().argmax(dim=-1).cpu() for rows in final.split(ARGMAX_ROWS)])
 
 
 def _check_taps(taps: Sequence[int], target: Target) -> None:

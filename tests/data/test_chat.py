@@ -1,0 +1,105 @@
+"""Promises of the chat format, checked against ids worked out from the template's text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.data.chat import ChatFormat
+
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+)
+"""Blanks earlier reasoning and opens the next in the generation prompt, as reasoning models' templates do."""
+
+
+@pytest.fixture
+def tokenizer(tiny: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_prompt_ids_are_the_rendered_template_with_its_generation_prompt(tokenizer: Any) -> None:
+    chat = ChatFormat(tokenizer)
+    expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert chat.prompt_ids(messages) == ids(tokenizer, expected)
+
+
+def test_end_of_turn_is_what_the_template_writes_after_an_answer(tokenizer: Any) -> None:
+    assert ChatFormat(tokenizer).turn_end == (2,)
+    assert ChatFormat(tokenizer, configured=[0]).stop_ids == (0, 2)
+    tokenizer.eos_token = "<|endoftext|>"
+    assert ChatFormat(tokenizer).stop_ids == (0, 2)
+
+
+def test_a_later_turn_continues_the_ids_that_were_seen(tokenizer: Any) -> None:
+    chat = ChatFormat(tokenizer)
+    history = [{"role": "user", "content": "hi"}]
+    # "th" and "e" apart: ids that the tokenizer would never choose itself for "the"
+    odd = [*ids(tokenizer, "th"), *ids(tokenizer, "e"), 2]
+    seen = chat.prompt_ids(history) + odd
+    assert odd[:-1] != ids(tokenizer, "the")
+    messages = [*history, {"role": "assistant", "content": chat.answer_text(odd)}, {"role": "user", "content": "more"}]
+    tail = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.next_prompt_ids(seen, messages) == seen + ids(tokenizer, tail)
+
+
+def test_a_cut_turn_is_closed_before_the_next_one(tokenizer: Any) -> None:
+    chat = ChatFormat(tokenizer)
+    history = [{"role": "user", "content": "hi"}]
+    seen = [*chat.prompt_ids(history), *ids(tokenizer, "th"), *ids(tokenizer, "e")]
+    messages = [*history, {"role": "assistant", "content": "the"}, {"role": "user", "content": "more"}]
+    tail = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.next_prompt_ids(seen, messages) == seen + ids(tokenizer, tail)
+
+
+def test_reasoning_that_the_template_blanks_stays_in_the_context(tokenizer: Any) -> None:
+    tokenizer.chat_template = THINKING
+    chat = ChatFormat(tokenizer)
+    history = [{"role": "user", "content": "hi"}]
+    answer = [*ids(tokenizer, "hm</think>yes"), 2]
+    seen = chat.prompt_ids(history) + answer
+    messages = [*history, {"role": "assistant", "content": "hm</think>yes"}, {"role": "user", "content": "more"}]
+    tail = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert chat.next_prompt_ids(seen, messages) == seen + ids(tokenizer, tail)
+
+
+def test_answer_text_leaves_out_the_end_of_turn(tokenizer: Any) -> None:
+    assert ChatFormat(tokenizer).answer_text([*ids(tokenizer, "yes, sir"), 2]) == "yes, sir"
+
+
+def test_a_template_without_generation_prompt_stops_by_name(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    with pytest.raises(DraftsmithError, match="add_generation_prompt"):
+        ChatFormat(tokenizer)
+
+
+def test_a_doubled_bos_stops_by_name(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    with pytest.raises(DraftsmithError, match="two BOS"):
+        ChatFormat(tokenizer)
+
+
+def test_a_missing_template_stops_by_name(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(DraftsmithError, match="no chat template"):
+        ChatFormat(tokenizer)
+
+
+def test_a_template_that_nothing_ends_stops_by_name(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    tokenizer.eos_token = None
+    with pytest.raises(DraftsmithError, match="no token ends"):
+        ChatFormat(tokenizer)
