@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,10 +22,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-console = Console(stderr=True, soft_wrap=True)
+WIDTH = None if sys.stdout.isatty() else 120
+"""Columns of a table in a file or a pipe, where no terminal says how wide it is."""
+
+console = Console(stderr=True, soft_wrap=True, width=None if sys.stderr.isatty() else 120)
 """Progress, warnings and errors; standard output is kept for results that other programs read."""
 
-out = Console(soft_wrap=True)
+out = Console(soft_wrap=True, width=WIDTH)
 """Results."""
 
 

@@ -139,8 +139,8 @@ def summarize(chains: dict[int, Chains], draft_steps: int, categories: dict[int,
         members = {number: on_walk[number] for number in on_walk if (categories or {}).get(number) == name}
         if members:
             by_category[name] = _acceptance(members, draft_steps)
-    made = sum(chain.supervised for chain in chains.values())
-    right = sum(chain.right for chain in chains.values())
+    made = np.sum([chain.supervised for chain in chains.values()], axis=0)
+    right = np.sum([chain.right for chain in chains.values()], axis=0)
     return Evaluation(
         draft_steps=draft_steps,
         conversations=len(chains),

@@ -71,7 +71,7 @@ def read_inputs(config: RunConfig) -> Inputs:
             expected=target.vocab_size,
             mend="draftsmith vocab CONFIG",
         )
-    return Inputs(target, train, heldout, vocab, torch.arange(len(vocab.d2t)) + vocab.d2t, spec)
+    return Inputs(target, train, heldout, vocab, vocab.target_ids, spec)
 
 
 def drafter_spec(config: RunConfig, target: Target, draft_vocab_size: int, trained_length: int | None) -> DrafterSpec:

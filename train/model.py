@@ -95,6 +95,9 @@ class Drafter(nn.Module):
         embedding: the target's token embedding (V, hidden_size), frozen.
     """
 
+    embedding: Tensor
+    frequencies: Tensor
+
     def __init__(self, spec: DrafterSpec, embedding: Tensor) -> None:
         super().__init__()
         self.spec = spec

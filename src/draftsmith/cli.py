@@ -96,7 +96,7 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
 ) -> None:
     """Predict the accept length by replaying greedy chains on held-out conversations."""
-    from draftsmith.convert.replay import evaluate as run_verb
+    from draftsmith.convert.evaluate import evaluate as run_verb
 
     run_verb(load_config(config, overrides or []), drafter=drafter, store=store, as_json=json)
 
