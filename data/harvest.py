@@ -96,7 +96,7 @@ def forward_states(
     for index, row in enumerate(rows):
         ids[index, : len(row)] = torch.tensor(row)
     seen: dict[Any, torch.Tensor] = {}
-    with torch.inference_mode(), ExitStack() as hooks:
+    with torch.no_grad(), ExitStack() as hooks:
         for tap in taps:
             handle = target.layers[tap].register_forward_pre_hook(_take_input(seen, tap), with_kwargs=True)
             hooks.callback(handle.remove)
@@ -104,7 +104,7 @@ def forward_states(
         hooks.callback(handle.remove)
         final = target.trunk(input_ids=ids.to(target.device), use_cache=False).last_hidden_state
         missing = [key for key in (*taps, "norm") if key not in seen]
-        if missing or not torch.equal(final, seen["norm"].to(final.device)):
+        if missing or not torch.allclose(final, seen["norm"].to(final.device), rtol=0, atol=0, equal_nan=True):
             raise DraftsmithError(
                 "the trunk's last hidden state is not what its final norm gives, or a tapped layer did not run",
                 where=type(target.trunk).__name__,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draftsmith.configs.files import read_json
 from draftsmith.configs.schema import RunConfig
-from draftsmith.data.synthesize import select_prompts, summary_file
+from draftsmith.data.synthesize import prompts_hash, select_prompts, summary_file
 
 
 def planned_conversations(config: RunConfig) -> tuple[int, int, int | None]:
@@ -13,10 +13,9 @@ def planned_conversations(config: RunConfig) -> tuple[int, int, int | None]:
     Raises:
         DraftsmithError: prompts that cannot be read.
     """
-    file = summary_file(config, "train")
+    prompts, file = select_prompts(config, "train"), summary_file(config, "train")
     if file.is_file():
         summary = read_json(file, what="the summary of the conversations")
-        if summary["complete"]:
+        if summary["complete"] and summary["prompts"] == prompts_hash(prompts):
             return summary["conversations"], summary["turns"], summary["tokens"]
-    prompts = select_prompts(config, "train")
     return len(prompts), sum(len(prompt.turns) for prompt in prompts), None

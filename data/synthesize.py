@@ -71,10 +71,10 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
         **config.synthesize.model_dump(exclude={"batch_size", "heldout_dtype", "max_prompt_tokens"}),
     }
     _refuse_other_settings(path, summary_path, settings)
-    prompts_hash = sha256_json([prompt.model_dump() for prompt in prompts])
+    digest = prompts_hash(prompts)
     if path.is_file():
         summary = read_json(summary_path, what="the summary of the conversations")
-        if summary["complete"] and summary["prompts"] == prompts_hash:
+        if summary["complete"] and summary["prompts"] == digest:
             closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
             return path
 
@@ -87,7 +87,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
     if not threads:
         raise DraftsmithError("no prompt is usable", where=f"prompts.{split}", found=dict(rejected))
     plan = plan_batches(threads, batch_size or config.synthesize.batch_size)
-    write_json(summary_path, {"settings": settings, "prompts": prompts_hash, "complete": False})
+    write_json(summary_path, {"settings": settings, "prompts": digest, "complete": False})
     sampler = Sampler(config.synthesize.temperature, config.synthesize.top_p)
     with ConversationLog(path) as log:
         _refuse_other_prompts(log.recorded, threads, path)
@@ -105,7 +105,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
     facts = _facts(conversations, rejected)
     write_json(
         summary_path,
-        {"settings": settings, "prompts": prompts_hash, "complete": True, **facts, "tool_version": __version__},
+        {"settings": settings, "prompts": digest, "complete": True, **facts, "tool_version": __version__},
     )
     if facts["cut"]:
         warn(f"{facts['cut']:,} turns reached max_new_tokens and were cut; their end-of-turn token is never supervised")
@@ -158,6 +158,11 @@ def select_prompts(config: RunConfig, split: Split) -> list[Prompt]:
     if split == "heldout":
         return heldout
     return drop_overlap(load_prompts(config.prompts.train, config.prompts.train_limit), heldout)
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of the prompts' content and order."""
+    return sha256_json([prompt.model_dump() for prompt in prompts])
 
 
 def plan_batches(threads: Sequence[_Thread], batch_size: int) -> list[list[_Thread]]:
