@@ -34,14 +34,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 CONTEXT_SLACK = 64
 LOG_TAIL_LINES = 25
-GRACE_SECONDS = 10  # between asking an engine to end and killing it
+GRACE_SECONDS = 5  # between asking an engine to end and killing it
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def parse_job(engine: str) -> Job:
     if context_length < longest:
         fail(f"--context-length {context_length}: a prompt and its new tokens need {longest}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    return Job(
+    job = Job(
         target=arguments.target.resolve(),
         drafter=arguments.drafter.resolve() if arguments.drafter else None,
         prompts=prompts,
@@ -155,6 +156,8 @@ def parse_job(engine: str) -> Job:
         compare=arguments.compare,
         timeout=arguments.timeout,
     )
+    job.log.write_text("")
+    return job
 
 
 def read_prompts(path: Path) -> tuple[list[Prompt], list[int]]:
@@ -191,7 +194,6 @@ def run(engine: str, version: str, job: Job, serve: Serve) -> None:
     The engine package must be imported already: children are forked, so that it is imported once for both runs.
     """
     deadline = time.monotonic() + job.timeout
-    job.log.write_text("")
     spec = base = None
     if job.drafter is not None:
         spec = _in_child(serve, job, job.drafter, deadline)
@@ -287,6 +289,7 @@ def _in_child(serve: Serve, job: Job, drafter: Path | None, deadline: float) -> 
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child_main, args=(serve, job, drafter, sender))
     child.start()
+    os.setpgid(child.pid, child.pid)  # here and in the child: whichever comes first
     sender.close()
     label = "with the drafter" if drafter else "without a drafter"
     try:
@@ -296,7 +299,7 @@ def _in_child(serve: Serve, job: Job, drafter: Path | None, deadline: float) -> 
             )
         kind, payload = receiver.recv()
     except EOFError:
-        child.join(GRACE_SECONDS)
+        _wait_while(child.is_alive)
         fail(f"the engine died {label} (exit code {child.exitcode}); its output: {job.log}\n{_log_tail(job.log)}")
     finally:
         _end_group(child)
@@ -307,30 +310,48 @@ def _in_child(serve: Serve, job: Job, drafter: Path | None, deadline: float) -> 
 
 def _child_main(serve: Serve, job: Job, drafter: Path | None, sender) -> None:
     os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_DFL)
     _end_with_parent()
-    log = os.open(job.log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    with output_to(job.log):
+        try:
+            sender.send(("served", serve(job, drafter)))
+        except BaseException:
+            traceback.print_exc()
+            sender.send(("error", traceback.format_exc()))
+
+
+@contextmanager
+def output_to(log: Path) -> Iterator[None]:
+    """Append to `log` whatever this process and its children write to standard output and standard error."""
+    kept = [(stream, os.dup(stream)) for stream in (1, 2)]
+    with log.open("ab") as handle:
+        for stream, _ in kept:
+            os.dup2(handle.fileno(), stream)
     try:
-        sender.send(("served", serve(job, drafter)))
-    except BaseException:
-        traceback.print_exc()
-        sender.send(("error", traceback.format_exc()))
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, original in kept:
+            os.dup2(original, stream)
+            os.close(original)
 
 
 def _end_group(child: multiprocessing.Process) -> None:
-    """Ask the child's process group to end, then kill what is left of it, and reap every member."""
-    child.join(0 if child.is_alive() and sys.exc_info()[0] else GRACE_SECONDS)
+    """Give the child time to end unless something failed; ask its process group to, kill what is left; reap it all."""
+    if sys.exc_info()[0] is None:
+        _wait_while(child.is_alive)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
+        if _group_lives(child):
             os.killpg(child.pid, number)
-        except ProcessLookupError:
-            break
-        limit = time.monotonic() + GRACE_SECONDS
-        while _group_lives(child) and time.monotonic() < limit:
-            time.sleep(0.05)
-    child.join()
+            _wait_while(lambda: _group_lives(child))
+
+
+def _wait_while(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + GRACE_SECONDS
+    while condition() and time.monotonic() < limit:
+        time.sleep(0.02)
 
 
 def _group_lives(child: multiprocessing.Process) -> bool:
@@ -366,6 +387,7 @@ def _log_tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
-def end_on_sigterm() -> None:
-    """Make SIGTERM behave like Ctrl-C, so that engine processes are ended on the way out."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def end_on_signals() -> None:
+    """Turn Ctrl-C and SIGTERM into an ordinary exit, on the way of which engine processes are ended."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))

@@ -49,7 +49,7 @@ def serve(job: Job, drafter: Path | None) -> Served:
         skip_server_warmup=True,
         grammar_backend="none",
         random_seed=0,
-        log_level="warning",
+        log_level="error",
         **speculation,
     )
     try:
@@ -94,12 +94,11 @@ def _output(prompt_id: str, answer: dict, steps: int | None) -> Output:
 
 def main() -> None:
     job = serve_common.parse_job("SGLang")
-    serve_common.end_on_sigterm()
-    # Imported before the engines are forked, so that it is done once for both of them.
-    import sglang
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.llama
-    import sglang.srt.models.llama_eagle3
+    serve_common.end_on_signals()
+    with serve_common.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
+        import sglang
+        import sglang.srt.managers.scheduler
+        import sglang.srt.models.registry
 
     serve_common.run("sglang", sglang.__version__, job, serve)
 

@@ -86,13 +86,12 @@ def _counters(engine) -> dict[str, int]:
 
 def main() -> None:
     job = serve_common.parse_job("vLLM")
-    serve_common.end_on_sigterm()
-    # Imported before the engines are forked, so that it is done once for both of them.
-    import vllm
-    import vllm.model_executor.models.llama
-    import vllm.model_executor.models.llama_eagle3
-    import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker
+    serve_common.end_on_signals()
+    with serve_common.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
+        import vllm
+        import vllm.model_executor.models.llama_eagle3
+        import vllm.v1.engine.core
+        import vllm.v1.worker.cpu_worker
 
     serve_common.run("vllm", vllm.__version__, job, serve)
 
