@@ -19,7 +19,7 @@ class RopeSpec(BaseModel):
     """Rotary embedding of the drafter: base `theta` and the engine's scaling dictionary (None: plain RoPE)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    theta: float = Field(gt=0)
+    theta: float = Field(gt=0, allow_inf_nan=False)
     scaling: dict[str, Any] | None = None
 
 
@@ -38,7 +38,7 @@ class DrafterSpec(BaseModel):
     target_hidden_size: int = Field(gt=0)
     target_num_layers: int = Field(gt=0)
     taps: tuple[int, ...] = Field(min_length=1, description="layer-input indices, ascending")
-    rms_norm_eps: float = Field(gt=0)
+    rms_norm_eps: float = Field(gt=0, allow_inf_nan=False)
     rope: RopeSpec
     max_position_embeddings: int = Field(gt=0, description="the context that engines may serve: the target's")
     trained_length: int | None = Field(default=None, description="longest position seen in training")

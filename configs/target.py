@@ -208,7 +208,8 @@ def derived_context(text: dict[str, Any]) -> int:
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind in ("yarn", "llama3", "longrope") or scaling.get("original_max_position_embeddings"):
         return base
-    return int(base * float(scaling.get("factor") or 1))
+    factor = scaling.get("factor")
+    return int(base * factor) if isinstance(factor, int | float) and factor else base
 
 
 def read_rope(text: dict[str, Any]) -> RopeSpec:

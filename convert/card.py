@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target
 from draftsmith.convert.launch import sglang_line, vllm_line
+from draftsmith.convert.record import Record
 
 MEASUREMENTS = ("evaluate.json", "serve.json")
 """Results that the run leaves in the drafter's folder or beside it."""
@@ -19,8 +19,9 @@ MOST_NUMBERS = 40
 """Lines of one result that the card shows."""
 
 
-def model_card(drafter: Path, target: Target, record: Mapping[str, Any], spec: DrafterSpec) -> str:
+def model_card(drafter: Path, target: Target, record: Record) -> str:
     """Markdown with YAML front matter; equal input gives equal text."""
+    spec = record.spec
     base = str(target.config.get("_name_or_path") or target.path.resolve().name)
     front = [
         "---",
@@ -38,7 +39,7 @@ def model_card(drafter: Path, target: Target, record: Mapping[str, Any], spec: D
         "context served": f"{spec.max_position_embeddings:,}",
         "trained length": f"{spec.trained_length:,}" if spec.trained_length else "not recorded",
         "RoPE": f"theta {spec.rope.theta:g}" + (f", {json.dumps(spec.rope.scaling)}" if spec.rope.scaling else ""),
-        "weights": str(record.get("dtype")),
+        "weights": record.dtype,
     }
     lines = [*front, "", f"# EAGLE-3 drafter for {base}", "", *_table("what", "value", facts.items())]
     for name in MEASUREMENTS:
@@ -46,7 +47,8 @@ def model_card(drafter: Path, target: Target, record: Mapping[str, Any], spec: D
         if file is not None:
             numbers = list(_numbers(read_json(file, what=name)))[:MOST_NUMBERS]
             lines += ["", f"## Measured ({name})", "", *_table("quantity", "value", numbers)]
-    provenance = dict(_leaves(record.get("provenance") or {}))
+    # Paths of the machine that trained mean nothing to a reader of shared storage.
+    provenance = {key: value for key, value in _leaves(record.provenance) if not key.endswith("path")}
     if provenance:
         lines += ["", "## Provenance", "", *_table("what", "value", provenance.items())]
     here = Path("DRAFTER")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.target import Target
+from draftsmith.convert.record import Record
 from draftsmith.convert.tensors import FileTensor
 
 Status = Literal["pass", "warn", "fail"]
@@ -43,7 +44,7 @@ class Subject:
     raw: list[FileTensor] | None
     raw_fault: str | None
     tensors: Mapping[str, FileTensor]
-    record: Mapping[str, Any] | None
+    record: Record | None
     spec: DrafterSpec | None
     spec_fault: str | None
     store: Path | None
@@ -52,8 +53,7 @@ class Subject:
     @property
     def trained_taps(self) -> tuple[int, ...] | None:
         """The taps of training, by the record."""
-        layers = ((self.record or {}).get("taps") or {}).get("layers")
-        return tuple(layers) if isinstance(layers, list) and layers else None
+        return self.record.spec.taps if self.record else None
 
     @property
     def convert_command(self) -> str:

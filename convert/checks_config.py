@@ -193,7 +193,7 @@ def _switches(subject: Subject) -> Iterator[Check]:
 
 def _dtype(subject: Subject) -> Check:
     name = "config.dtype"
-    spelled = {key: subject.config[key] for key in ("dtype", "torch_dtype") if subject.config.get(key)}
+    spelled = {key: str(subject.config[key]) for key in ("dtype", "torch_dtype") if subject.config.get(key)}
     if not spelled:
         return failed(name, "absent: SGLang then serves the drafter in float16", subject.convert_command)
     if len(set(spelled.values())) > 1:

@@ -8,9 +8,8 @@ from typing import Any
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json, sha256_json
 from draftsmith.convert.check import Check, Subject, failed, passed, warned
-from draftsmith.convert.config_fields import make_spec
-from draftsmith.convert.read import RECORD
-from draftsmith.convert.tensors import TORCH_NAMES, sha256_tensor
+from draftsmith.convert.record import RECORD, Record
+from draftsmith.convert.tensors import sha256_tensor
 from draftsmith.convert.write_sglang import config_differences, engine_config
 
 
@@ -30,44 +29,38 @@ def check_origin(subject: Subject) -> Iterator[Check]:
         yield from _store(subject)
 
 
-def _config(subject: Subject, record: Mapping[str, Any]) -> Check:
-    name, where = "record.config", subject.folder / RECORD
-    dtype = str(record.get("dtype"))
+def _config(subject: Subject, record: Record) -> Check:
+    name = "record.config"
     try:
-        if dtype not in TORCH_NAMES or not isinstance(record.get("spec"), dict):
-            raise DraftsmithError("spec or dtype is missing", where=where)
-        expected = engine_config(make_spec(record["spec"], where), subject.target, dtype)
+        expected = engine_config(record.spec, subject.target, record.dtype)
     except DraftsmithError as error:
-        return failed(name, f"{RECORD} is damaged: {error.problem}", "convert the training checkpoint again")
+        return failed(name, error.problem, error.mend)
     lines = config_differences(subject.config, expected)
     if lines:
         return warned(name, "edited since conversion: " + "; ".join(lines), subject.convert_command)
     return passed(name, "config.json is what conversion wrote")
 
 
-def _tensors(subject: Subject, record: Mapping[str, Any]) -> Check:
-    name, recorded = "record.tensors", record.get("tensors")
-    if not isinstance(recorded, dict):
-        return failed(name, f"{RECORD} lists no tensors", "convert the training checkpoint again")
-    other = sorted(recorded.keys() ^ subject.tensors.keys())
+def _tensors(subject: Subject, record: Record) -> Check:
+    name = "record.tensors"
+    other = sorted(record.tensors.keys() ^ subject.tensors.keys())
     if other:
         return failed(
             name, f"not the tensors that conversion wrote: {', '.join(other)}", "convert again or fetch again"
         )
     if not subject.deep:
-        return passed(name, f"the {len(recorded)} tensors that conversion wrote (bytes: --deep)")
+        return passed(name, f"the {len(record.tensors)} tensors that conversion wrote (bytes: --deep)")
     changed = sorted(
-        key for key, tensor in subject.tensors.items() if sha256_tensor(tensor) != recorded[key].get("sha256")
+        key for key, tensor in subject.tensors.items() if sha256_tensor(tensor) != record.tensors[key].sha256
     )
     if changed:
         return failed(name, f"bytes changed since conversion: {', '.join(changed)}", "convert again or fetch again")
-    return passed(name, f"{len(recorded)} tensors, every byte as conversion wrote it")
+    return passed(name, f"{len(record.tensors)} tensors, every byte as conversion wrote it")
 
 
-def _fingerprint(subject: Subject, record: Mapping[str, Any]) -> Check:
-    name = "target.fingerprint"
-    trained = (record.get("provenance") or {}).get("target") or (record.get("target") or {}).get("fingerprint") or {}
-    return _compare(name, trained, subject.target.fingerprint(), f"the target {subject.target.path}", "training")
+def _fingerprint(subject: Subject, record: Record) -> Check:
+    found = subject.target.fingerprint()
+    return _compare("target.fingerprint", record.trained_on, found, f"the target {subject.target.path}", "training")
 
 
 def _compare(name: str, trained: Mapping[str, Any], found: Mapping[str, Any], what: str, whose: str) -> Check:
@@ -109,8 +102,8 @@ def _store(subject: Subject) -> Iterator[Check]:
         "store.target", harvested if isinstance(harvested, dict) else {}, subject.target.fingerprint(),
         f"the target {subject.target.path}", "the harvest",
     )  # fmt: skip
-    recorded = ((subject.record or {}).get("provenance") or {}).get("store") or {}
-    if recorded.get("manifest") == sha256_json(manifest):
+    trained = subject.record.store_manifest if subject.record else None
+    if trained == sha256_json(manifest):
         yield passed("store.manifest", "the very store that training read")
-    elif recorded.get("manifest"):
+    elif trained:
         yield warned("store.manifest", "not the store that training read (its manifest differs)")

@@ -14,10 +14,13 @@ from draftsmith.convert.config_fields import NESTED_IDS, TOP_IDS, config_rope
 from draftsmith.convert.context import explain_context
 from draftsmith.convert.dialects import MISSING, look_up
 from draftsmith.convert.layer_ids import resolve_sglang, resolve_vllm, rule_of
-from draftsmith.convert.rope import amplitude, check_rope, inverse_frequencies
+from draftsmith.convert.rope import amplitude, inverse_frequencies
 
 TRAINED_RATIO = 4
 """Serving this many times the trained length is worth a warning: acceptance falls beyond it."""
+
+LARGEST_HEAD = 4096
+"""A head_dim beyond this is a slip of the pen."""
 
 
 def check_serving(subject: Subject) -> Iterator[Check]:
@@ -97,7 +100,9 @@ def _width(subject: Subject) -> Check:
         return failed(name, "fc.weight is absent or no matrix: nothing joins the taps", subject.convert_command)
     nested = look_up(config, NESTED_IDS)
     taps = config.get("num_aux_hidden_states") or (len(nested) if _integers(nested) else 3)
-    width = int(taps) * subject.target.hidden_size
+    if type(taps) is not int:
+        return failed(name, f"num_aux_hidden_states is {taps!r}, expected an integer", subject.convert_command)
+    width = taps * subject.target.hidden_size
     if width == config.get("hidden_size"):
         return failed(
             name, f"{taps} taps of {subject.target.hidden_size} are as wide as the drafter ({width}): SGLang skips fc in "
@@ -126,8 +131,8 @@ def _rope(subject: Subject) -> Iterator[Check]:
     yield passed("rope.spelling", f"theta {agreed.theta:g}, {_kind(agreed)}; every spelling agrees")
     engine = read_rope(dict(subject.config))
     dim = subject.config.get("head_dim")
-    trained = _trained_rope(subject)
-    if not isinstance(dim, int) or dim <= 0 or dim % 2:
+    trained = subject.record.spec.rope if subject.record else None
+    if not isinstance(dim, int) or not 0 < dim <= LARGEST_HEAD or dim % 2:
         yield failed("rope.frequencies", f"head_dim is {dim}", subject.convert_command)
     elif trained is None:
         yield warned(
@@ -162,17 +167,6 @@ def _frequencies(subject: Subject, engine: RopeSpec, trained: RopeSpec, dim: int
     return passed(name, f"{dim // 2} frequencies equal those of training{other}")
 
 
-def _trained_rope(subject: Subject) -> RopeSpec | None:
-    if subject.record is None:
-        return None
-    values = (subject.record.get("spec") or {}).get("rope")
-    if not isinstance(values, dict):
-        return None
-    rope = RopeSpec(**values)
-    check_rope(rope, where=subject.folder)
-    return rope
-
-
 def _kind(rope: RopeSpec) -> str:
     if rope.scaling is None:
         return "no scaling"
@@ -188,12 +182,12 @@ def _context(subject: Subject) -> Iterator[Check]:
     else:
         yield failed("context.sglang", f"{said}: {report.sglang}", subject.convert_command)
         yield failed("context.vllm", report.vllm, subject.convert_command)
-    trained = (subject.record or {}).get("trained_length")
-    if isinstance(trained, int) and trained * TRAINED_RATIO < report.target:
+    trained = subject.record.trained_length if subject.record else None
+    if trained and trained * TRAINED_RATIO < report.target:
         yield warned(
             "context.trained",
             f"trained on at most {trained:,} tokens, served up to {report.target:,}: acceptance falls beyond the first",
             "train on longer conversations (train.max_length)",
         )
-    elif isinstance(trained, int):
+    elif trained:
         yield passed("context.trained", f"trained on up to {trained:,} tokens")

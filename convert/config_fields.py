@@ -117,6 +117,10 @@ def config_rope(config: Mapping[str, Any], where: Path) -> RopeSpec:
     """
     found: dict[str, RopeSpec] = {}
     theta = config.get("rope_theta")
+    for key in ("rope_theta", "rope_scaling.rope_theta", "rope_parameters.rope_theta"):
+        base = look_up(config, key)
+        if base is not MISSING and base is not None and (type(base) not in (int, float) or base <= 0):
+            raise DraftsmithError(f"the config's {key} is no positive number", where=where, found=base)
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key):
             found[key] = read_rope({"rope_theta": theta, key: config[key]})

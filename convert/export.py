@@ -28,11 +28,11 @@ from draftsmith.configs.files import (
 )
 from draftsmith.configs.target import read_target
 from draftsmith.convert.card import model_card
-from draftsmith.convert.config_fields import make_spec
 from draftsmith.convert.launch import sglang_line
-from draftsmith.convert.read import RECORD
+from draftsmith.convert.record import RECORD, read_record
 from draftsmith.convert.source import INDEX
 from draftsmith.convert.verify import verify
+from draftsmith.convert.write_sglang import WORTH_SHOWING
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -63,10 +63,14 @@ def export(drafter: Path, destination: Path, target: Path, *, version: str | Non
             where=drafter,
             mend=faults[0].mend,
         )
-    record = read_json(drafter / RECORD, what="the drafter's record", mend="convert the training checkpoint first")
-    spec = make_spec(record["spec"], drafter / RECORD)
+    record = read_record(drafter)
+    if record is None:
+        raise DraftsmithError(
+            "the drafter has no record of its training", where=drafter / RECORD,
+            mend=f"draftsmith convert {drafter} --target {target} --out {drafter} --overwrite",
+        )  # fmt: skip
     served = read_target(target)
-    card = model_card(drafter, served, record, spec)
+    card = model_card(drafter, served, record)
     sources = _sources(drafter)
     files = {name: {"sha256": sha256_file(file), "bytes": file.stat().st_size} for name, file in sources.items()}
     files[CARD] = {"sha256": hashlib.sha256(card.encode()).hexdigest(), "bytes": len(card.encode())}
@@ -140,10 +144,10 @@ def _deliver(
     place: Path, sources: Mapping[str, Path], card: str, files: Mapping[str, Mapping[str, Any]], label: str
 ) -> None:
     sweep_unfinished(place)
-    replace = place.exists()
+    replace, size = place.exists(), sum(entry["bytes"] for entry in files.values())
     try:
         with atomic_folder(place, replace=replace) as folder:
-            with meter("export", sum(entry["bytes"] for entry in files.values()) / 1e6, "MB") as bar:
+            with meter("export", size / 1e6, "MB", quiet=size < WORTH_SHOWING) as bar:
                 for name, file in sources.items():
                     if _copy(file, folder / name) != files[name]["sha256"]:
                         raise DraftsmithError("the drafter changed during the export", where=file, mend="run it again")

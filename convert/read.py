@@ -15,13 +15,11 @@ from draftsmith.configs.target import Target
 from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter, check_tensors
 from draftsmith.convert.config_fields import make_spec, spec_from_config
 from draftsmith.convert.dialects import DIALECTS, DRAFTSMITH, Dialect
+from draftsmith.convert.record import RECORD, read_record
 from draftsmith.convert.rope import check_rope
 from draftsmith.convert.source import drafter_files, locate_source
 from draftsmith.convert.tensors import FileTensor, Tensor, ValueTensor, from_ref, read_array, same_values
 from draftsmith.convert.vocab_map import d2t_fault, identity_maps, t2d_fault
-
-RECORD = "draftsmith.json"
-"""Beside a converted drafter's config.json: what training said of it, which engines do not read."""
 
 
 def read_drafter(source: Path, target: Target) -> CanonicalDrafter:
@@ -41,9 +39,9 @@ def read_drafter(source: Path, target: Target) -> CanonicalDrafter:
     record = read_record(folder)
     mended: list[str] = list(notes)
     if dialect is DRAFTSMITH:
-        spec, provenance = _recorded_spec(described, folder / dialect.marker_file), described.get("provenance", {})
+        spec, provenance = _trained_spec(described, folder / dialect.marker_file)
     elif record is not None:
-        spec, provenance = _recorded_spec(record, folder / RECORD), record.get("provenance", {})
+        spec, provenance = record.spec, record.provenance
         mended.append(f"dimensions and RoPE are those that training recorded in {RECORD}")
     else:
         spec, said = spec_from_config(dialect, described, dict(named), target, folder / dialect.marker_file)
@@ -88,13 +86,6 @@ def canonical_name(dialect: Dialect, name: str) -> str:
     return name
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """What conversion wrote beside the config, None if there is none."""
-    if not (folder / RECORD).is_file():
-        return None
-    return read_json(folder / RECORD, what="the drafter's record", mend="convert the drafter again")
-
-
 def check_maps(tensors: Mapping[str, Tensor], spec: DrafterSpec, *, where: object) -> None:
     """Stop at a d2t or t2d that would make engines draft other tokens than training meant."""
     d2t = read_array(tensors["d2t"])
@@ -109,15 +100,17 @@ def check_maps(tensors: Mapping[str, Tensor], spec: DrafterSpec, *, where: objec
         )
 
 
-def _recorded_spec(described: Mapping[str, Any], where: Path) -> DrafterSpec:
-    values = described.get("spec")
-    if not isinstance(values, dict):
-        raise DraftsmithError(
-            "the drafter's dimensions are missing", where=where, found=values, expected='"spec": {...}'
-        )
+def _trained_spec(described: Mapping[str, Any], where: Path) -> tuple[DrafterSpec, dict[str, Any]]:
+    values, provenance = described.get("spec"), described.get("provenance", {})
+    for key, value in (("spec", values), ("provenance", provenance)):
+        if not isinstance(value, dict):
+            raise DraftsmithError(
+                f"the checkpoint's {key} is no object", where=where, found=value, expected=f'"{key}": {{...}}'
+            )
+    assert isinstance(values, dict)
     spec = make_spec(values, where)
     check_rope(spec.rope, where=where)
-    return spec
+    return spec, provenance
 
 
 def _check_target(spec: DrafterSpec, target: Target, folder: Path) -> None:

@@ -56,6 +56,13 @@ def check_rope(rope: RopeSpec, *, where: object) -> None:
             expected=", ".join(sorted(required)) + f"; optional: {', '.join(sorted(optional)) or 'none'}",
             mend="write the missing ones out and drop the unknown ones, as the trainer used them",
         )
+    wrong = {
+        key: value
+        for key, value in rope.scaling.items()
+        if key not in ("rope_type", "truncate") and value is not None and (type(value) not in (int, float) or value < 0)
+    }
+    if wrong:
+        raise DraftsmithError("RoPE parameters must be numbers", where=where, found=wrong)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> list[float]:

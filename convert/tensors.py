@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -214,10 +214,20 @@ def sha256_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the tensors' values in a file."""
+    return sum(prod(tensor.shape) * STORAGE[tensor.dtype].itemsize for tensor in tensors.values())
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, Tensor], wrote: Callable[[str, int], None] | None = None
+) -> dict[str, str]:
     """Write a safetensors file, one piece in memory at a time; returns name -> SHA-256 of the tensor's bytes.
 
     Wider dtypes come first, then names in order: every tensor is aligned, and equal input gives equal bytes.
+
+    Args:
+        wrote: told the tensor's name and the number of bytes after every piece.
     """
     order = sorted(tensors, key=lambda name: (-STORAGE[tensors[name].dtype].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -237,5 +247,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
                 data = np.ascontiguousarray(piece).view(np.uint8).data
                 digest.update(data)
                 handle.write(data)
+                if wrote:
+                    wrote(name, len(data))
             hashes[name] = digest.hexdigest()
     return hashes

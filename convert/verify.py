@@ -26,7 +26,8 @@ from draftsmith.convert.context import OVERRIDE
 from draftsmith.convert.dialects import SGLANG, look_up
 from draftsmith.convert.launch import sglang_line, vllm_line
 from draftsmith.convert.layer_ids import resolve_sglang
-from draftsmith.convert.read import canonical_name, read_record
+from draftsmith.convert.read import canonical_name
+from draftsmith.convert.record import read_record
 from draftsmith.convert.source import drafter_files
 from draftsmith.convert.tensors import FileTensor
 

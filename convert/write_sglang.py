@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith import __version__
-from draftsmith.configs.console import closing, console
+from draftsmith.configs.console import closing, console, meter
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import atomic_folder, read_json, sweep_unfinished, write_json
@@ -20,13 +19,25 @@ from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.canonical import CanonicalDrafter
 from draftsmith.convert.dialects import ARCHITECTURE
 from draftsmith.convert.layer_ids import encode
-from draftsmith.convert.read import RECORD, read_drafter
+from draftsmith.convert.read import read_drafter
+from draftsmith.convert.record import RECORD, make_record
 from draftsmith.convert.rope import rope_fields
 from draftsmith.convert.source import INDEX
-from draftsmith.convert.tensors import TORCH_NAMES, CastTensor, Tensor, ValueTensor, read_array, write_tensors
+from draftsmith.convert.tensors import (
+    TORCH_NAMES,
+    CastTensor,
+    Tensor,
+    ValueTensor,
+    read_array,
+    stored_bytes,
+    write_tensors,
+)
 
-SCHEMA = 1
 WEIGHTS = "model.safetensors"
+
+WORTH_SHOWING = 256_000_000
+"""Bytes from which writing takes long enough to show its progress."""
+
 OUR_FILES = frozenset({"config.json", WEIGHTS, RECORD, INDEX, "README.md", "manifest.json"})
 """What a drafter folder may hold; a folder with anything else is never overwritten."""
 
@@ -54,10 +65,13 @@ def convert(source: Path, target_path: Path, out: Path, *, dtype: str | None = N
     config = engine_config(drafter.spec, target, precision)
     notes = [*drafter.notes, *_config_changes(drafter.origin, config)]
     sweep_unfinished(out)
+    tensors = output_tensors(drafter, precision)
+    size = stored_bytes(tensors)
     with atomic_folder(out, replace=overwrite) as folder:
-        hashes = write_tensors(folder / WEIGHTS, output_tensors(drafter, precision))
+        with meter("convert", size / 1e6, "MB", quiet=size < WORTH_SHOWING) as bar:
+            hashes = write_tensors(folder / WEIGHTS, tensors, lambda name, count: bar.advance(count / 1e6, name))
         write_json(folder / "config.json", config)
-        write_json(folder / RECORD, record(drafter, target, precision, hashes))
+        write_json(folder / RECORD, make_record(drafter, target, precision, hashes))
     for note in notes:
         console.print(f"  {note}", markup=False, highlight=False)
     changed = "" if precision == "float32" else f", rounded to {precision}"
@@ -119,29 +133,6 @@ def output_tensors(drafter: CanonicalDrafter, dtype: str) -> dict[str, Tensor]:
         else:
             tensors[name] = CastTensor(name, tensor, TORCH_NAMES[dtype])
     return tensors
-
-
-def record(drafter: CanonicalDrafter, target: Target, dtype: str, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """draftsmith.json: dimensions, taps with their convention, origin, and a hash of every tensor's bytes."""
-    spec = drafter.spec.model_copy(update={"max_position_embeddings": target.context_length})
-    return {
-        "schema": SCHEMA,
-        "tool_version": __version__,
-        "spec": spec.model_dump(mode="json"),
-        "taps": {"convention": "layer-input", "layers": list(spec.taps)},
-        "trained_length": spec.trained_length,
-        "dtype": dtype,
-        "target": {
-            "name": target.path.resolve().name,
-            "architecture": target.architecture,
-            "context_length": target.context_length,
-            "fingerprint": target.fingerprint(),
-        },
-        "provenance": dict(drafter.provenance),
-        "tensors": {
-            name: {"shape": list(drafter.tensors[name].shape), "sha256": digest} for name, digest in hashes.items()
-        },
-    }
 
 
 def config_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

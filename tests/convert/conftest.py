@@ -80,7 +80,7 @@ def make_checkpoint(folder: Path, target: Path, tensors=None, **changes) -> Path
     save_file(random_tensors() if tensors is None else tensors, drafter / "model.safetensors")
     provenance = {
         "tool_version": "0.1.0", "step": 123, "target": read_target(target).fingerprint(), "unroll_steps": 7,
-        "mask": "aligned", "vocab_sha256": "0" * 64, "store": {"manifest": "1" * 64}, "accept_length": {"3": 2.5},
+        "mask": "aligned", "target_path": str(target), "vocab_sha256": "0" * 64, "store": {"manifest": "1" * 64}, "accept_length": {"3": 2.5},
     }  # fmt: skip
     described = {"schema": 1, "spec": make_spec(target, **changes).model_dump(mode="json"), "provenance": provenance}
     (drafter / "drafter.json").write_text(json.dumps(described))

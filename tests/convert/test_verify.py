@@ -308,6 +308,31 @@ def test_the_table_shows_findings_in_brackets_as_they_are(drafter, target, capsy
     assert "feedstaps[1,3,4]" in shown and "mendtaps.vllm-v1:draftsmithconvert" in shown
 
 
+@pytest.mark.parametrize("strange", ["x", [1], {"factor": "x"}, -1, 10**9])
+def test_no_value_in_the_config_breaks_the_verification(drafter, target, strange):
+    """Nonsense is a failed check or one clear error, never a traceback, and never passes as what conversion wrote."""
+    config = json.loads((drafter / "config.json").read_text())
+    for key in config:
+        (drafter / "config.json").write_text(json.dumps(config | {key: strange}))
+        assert {"warn", "fail"} & statuses(verify(drafter, target)).keys(), key
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"spec": "x"},
+        {"taps": {"convention": "layer-output", "layers": [2, 4, 5]}},
+        {"taps": {"convention": "layer-input", "layers": [1, 3, 4]}},
+        {"tensors": []},
+    ],
+)
+def test_a_damaged_record_stops_by_name(drafter, target, damage):
+    record = json.loads((drafter / "draftsmith.json").read_text())
+    (drafter / "draftsmith.json").write_text(json.dumps(record | damage))
+    with pytest.raises(DraftsmithError, match=r"(?s)record is damaged.*draftsmith\.json"):
+        verify(drafter, target)
+
+
 def test_a_folder_that_was_never_converted_says_what_to_do(checkpoint, target):
     with pytest.raises(DraftsmithError, match="convert a training checkpoint first"):
         verify(checkpoint / "drafter", target)
