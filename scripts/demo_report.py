@@ -1,0 +1,70 @@
+"""Set the accept length that evaluation predicted beside the one that the engine served; write result.json.
+
+python scripts/demo_report.py runs/demo runs/demo/serve-VERSION.json
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from draftsmith.configs.console import out, table
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import read_json, write_json
+
+
+def main() -> None:
+    """Print the table and where everything lies."""
+    run, served_file = Path(sys.argv[1]), Path(sys.argv[2])
+    replayed = sorted(run.glob("evaluate-*.json"), key=lambda file: file.stat().st_mtime)
+    if not replayed:
+        raise DraftsmithError(
+            "the converted drafter was not evaluated", where=run, mend="draftsmith evaluate CONFIG --drafter DIR"
+        )
+    predicted = read_json(replayed[-1], what="the evaluation")["as_served"]
+    result = read_json(served_file, what="the served result")
+    served = result["spec"]
+    seconds = {
+        verb: int(count) for verb, count in (line.split() for line in (run / "seconds.txt").read_text().splitlines())
+    }
+    summary = {
+        "accept_length@3": {"predicted": predicted["accept_length"], "served": served["accept_length"]},
+        "per_position": {"predicted": predicted["accept_per_position"], "served": served["accept_per_position"]},
+        "engine": f"{result['engine']} {result['version']}",
+        "identical_output": result["identical"],
+        "tokens_per_second": {"with": served["tokens_per_second"], "without": result["base"]["tokens_per_second"]},
+        "seconds": seconds,
+    }
+    write_json(run / "result.json", summary)
+
+    pairs = [("accept_length@3", predicted["accept_length"], served["accept_length"])]
+    pairs += [
+        (f"first {i + 1} drafts right", p, s)
+        for i, (p, s) in enumerate(zip(predicted["accept_per_position"], served["accept_per_position"], strict=True))
+    ]
+    rows = [[name, f"{p:.3f}", f"{s:.3f}", f"{(p - s) / s:+.1%}" if s else "-"] for name, p, s in pairs]
+    out.print(
+        table(
+            f"predicted and served by {summary['engine']}, greedy, bonus token included",
+            ["", "predicted", "served", "difference"],
+            rows,
+        )
+    )
+    same = "identical token by token" if result["identical"] else f"DIFFERENT: {result['first_divergence'][:3]}"
+    places = [
+        ("output with and without the drafter", same),
+        ("drafter, as engines load it", run / "drafter"),
+        ("exported versions", run / "export"),
+        ("training curves", run / "train" / "curves.png"),
+        ("these figures", run / "result.json"),
+    ]
+    for label, value in places:
+        out.print(f"  {label}: {value}", highlight=False)
+    out.print(f"  seconds: {', '.join(f'{verb} {count}' for verb, count in seconds.items())}", highlight=False)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DraftsmithError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,79 @@
+"""A tiny target whose conversations are synthesised, counted and harvested once; every test trains on its own copy."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from draftsmith.configs.schema import load_config
+from draftsmith.data.harvest import harvest
+from draftsmith.data.synthesize import synthesize
+from draftsmith.data.vocab import build_vocab
+
+_spec = importlib.util.spec_from_file_location("tiny_target", Path(__file__).parents[1] / "tiny_target.py")
+tiny_target = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tiny_target)
+
+SUBJECTS = [
+    "the quick brown fox",
+    "a river",
+    "numbers and words",
+    "gardens",
+    "music",
+    "physics",
+    "colours",
+    "a lazy dog",
+]
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """The configuration file of a run that is ready to train."""
+    folder = tmp_path_factory.mktemp("prepared")
+    for split, ask in (("train", "tell me about"), ("heldout", "what is")):
+        rows = [
+            {"id": f"{split}-{n}", "category": "chat", "turns": [f"{ask} {what}"]} for n, what in enumerate(SUBJECTS)
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "name": "run",
+        "runs": str(folder / "runs"),
+        "target": {"path": str(tiny_target.make_tiny_target(folder / "target"))},
+        "prompts": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl"), "heldout_limit": 4},
+        "synthesize": {"batch_size": 8, "max_new_tokens": 40},
+        "harvest": {"batch_tokens": 512},
+        "vocab": {"size": 400},
+        "train": {
+            "unroll_steps": 3, "epochs": 3, "batch_tokens": 128, "max_length": 48, "learning_rate": 1e-3,
+            "save_every": 2, "evaluate_every": 6, "log_every": 1,
+        },
+        "evaluate": {"draft_steps": 3},
+    }  # fmt: skip
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(values))
+    config = load_config(file)
+    for split in ("train", "heldout"):
+        synthesize(config, split)
+    build_vocab(config)
+    for split in ("train", "heldout"):
+        harvest(config, split)
+    return file
+
+
+@pytest.fixture
+def copy(prepared, tmp_path):
+    """A function that gives a configuration file whose run is a private copy."""
+
+    def make(name="copy"):
+        values = json.loads(prepared.read_text())
+        runs = tmp_path / name
+        shutil.copytree(values["runs"], runs)
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(json.dumps(values | {"runs": str(runs)}))
+        return file
+
+    return make
