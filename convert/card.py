@@ -12,8 +12,8 @@ from draftsmith.configs.target import Target
 from draftsmith.convert.launch import sglang_line, vllm_line
 from draftsmith.convert.record import Record
 
-MEASUREMENTS = ("evaluate.json", "serve.json")
-"""Results that the run leaves in the drafter's folder or beside it."""
+MEASUREMENTS = ("evaluate.json", "evaluate-{drafter}.json", "serve.json")
+"""Results that the run leaves in the drafter's folder or beside it; {drafter} is the folder's name."""
 
 MOST_NUMBERS = 40
 """Lines of one result that the card shows."""
@@ -42,7 +42,8 @@ def model_card(drafter: Path, target: Target, record: Record) -> str:
         "weights": record.dtype,
     }
     lines = [*front, "", f"# EAGLE-3 drafter for {base}", "", *_table("what", "value", facts.items())]
-    for name in MEASUREMENTS:
+    for pattern in MEASUREMENTS:
+        name = pattern.format(drafter=drafter.resolve().name)
         file = next((place / name for place in (drafter, drafter.parent) if (place / name).is_file()), None)
         if file is not None:
             numbers = list(_numbers(read_json(file, what=name)))[:MOST_NUMBERS]

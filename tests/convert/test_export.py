@@ -37,6 +37,7 @@ def test_a_version_holds_every_file_and_its_hash(tmp_path, drafter, target):
 
 def test_the_card_names_base_model_taps_and_measured_numbers(tmp_path, drafter, target):
     (tmp_path / "evaluate.json").write_text('{"accept_length": {"3": 2.5125}, "positions": 1200}')
+    (tmp_path / "evaluate-drafter.json").write_text('{"replayed": 7}')
     card = (export(drafter, tmp_path / "shared", target) / "README.md").read_text()
     assert card.startswith('---\nbase_model: "target"\n')
     for words in (
