@@ -132,7 +132,15 @@ def test_two_processes_train_as_one(copy):
     """DDP over gloo, launched as a person would: the same losses and weights as one process, to rounding."""
     alone, together = copy("alone"), copy("together")
     assert launch(alone).wait() == 0
-    command = ["accelerate", "launch", "--config_file", "configs/accelerate/ddp.yaml", "--main_process_port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "configs/accelerate/ddp.yaml",
+        "--main_process_port",
+        "0",
+    ]
     subprocess.run(
         [*command, "-m", "draftsmith.train", "--config", str(together)],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True, timeout=240,
