@@ -1,4 +1,4 @@
-"""What serve_sglang.py and serve_vllm.py share: command line, child processes, counters, comparison, result file.
+"""What serve_sglang.py and serve_vllm.py share: command line, counters, comparison, result file.
 
 Imports the standard library only: it runs under an engine's own Python, where draftsmith is not installed.
 
@@ -25,24 +25,19 @@ tokens / verify steps) counts the prefill's token and cuts the last step, and is
 """
 
 import argparse
-import ctypes
 import json
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from child import ChildError, run_in_child
+
 CONTEXT_SLACK = 64
-LOG_TAIL_LINES = 25
-GRACE_SECONDS = 5  # between asking an engine to end and killing it
 
 
 @dataclass(frozen=True)
@@ -195,10 +190,13 @@ def run(engine: str, version: str, job: Job, serve: Serve) -> None:
     """
     deadline = time.monotonic() + job.timeout
     spec = base = None
-    if job.drafter is not None:
-        spec = _in_child(serve, job, job.drafter, deadline)
-    if job.drafter is None or job.compare:
-        base = _in_child(serve, job, None, deadline)
+    try:
+        if job.drafter is not None:
+            spec = run_in_child(lambda: serve(job, job.drafter), job.log, deadline, f"{engine} with the drafter")
+        if job.drafter is None or job.compare:
+            base = run_in_child(lambda: serve(job, None), job.log, deadline, f"{engine} without a drafter")
+    except ChildError as error:
+        fail(f"{error}\n(time limit: --timeout {job.timeout:g})")
     divergences = first_divergences(base.outputs, spec.outputs) if spec and base else None
     result = {
         "engine": engine,
@@ -280,114 +278,3 @@ def write_atomically(path: Path, text: str) -> None:
     written = Path(handle.name)
     written.chmod(0o644)
     written.replace(path)
-
-
-def _in_child(serve: Serve, job: Job, drafter: Path | None, deadline: float) -> Served:
-    """Run `serve` in a forked process group of its own; whatever happens, the whole group is gone afterwards."""
-    _adopt_orphans()
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child_main, args=(serve, job, drafter, sender))
-    child.start()
-    os.setpgid(child.pid, child.pid)  # here and in the child: whichever comes first
-    sender.close()
-    label = "with the drafter" if drafter else "without a drafter"
-    try:
-        if not receiver.poll(max(0.0, deadline - time.monotonic())):
-            fail(
-                f"not done after {job.timeout:.0f} s, {label}; raise --timeout, or read {job.log}\n{_log_tail(job.log)}"
-            )
-        kind, payload = receiver.recv()
-    except EOFError:
-        _wait_while(child.is_alive)
-        fail(f"the engine died {label} (exit code {child.exitcode}); its output: {job.log}\n{_log_tail(job.log)}")
-    finally:
-        _end_group(child)
-    if kind == "error":
-        fail(f"the engine failed {label}; its output: {job.log}\n{payload}")
-    return payload
-
-
-def _child_main(serve: Serve, job: Job, drafter: Path | None, sender) -> None:
-    os.setpgid(0, 0)
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_DFL)
-    _end_with_parent()
-    with output_to(job.log):
-        try:
-            sender.send(("served", serve(job, drafter)))
-        except BaseException:
-            traceback.print_exc()
-            sender.send(("error", traceback.format_exc()))
-
-
-@contextmanager
-def output_to(log: Path) -> Iterator[None]:
-    """Append to `log` whatever this process and its children write to standard output and standard error."""
-    kept = [(stream, os.dup(stream)) for stream in (1, 2)]
-    with log.open("ab") as handle:
-        for stream, _ in kept:
-            os.dup2(handle.fileno(), stream)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for stream, original in kept:
-            os.dup2(original, stream)
-            os.close(original)
-
-
-def _end_group(child: multiprocessing.Process) -> None:
-    """Give the child time to end unless something failed; ask its process group to, kill what is left; reap it all."""
-    if sys.exc_info()[0] is None:
-        _wait_while(child.is_alive)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if _group_lives(child):
-            os.killpg(child.pid, number)
-            _wait_while(lambda: _group_lives(child))
-
-
-def _wait_while(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + GRACE_SECONDS
-    while condition() and time.monotonic() < limit:
-        time.sleep(0.02)
-
-
-def _group_lives(child: multiprocessing.Process) -> bool:
-    """Reap ended members of the child's group (its orphans are ours); is any member left?"""
-    child.is_alive()  # reaps the child itself
-    try:
-        while os.waitpid(-child.pid, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
-    try:
-        os.killpg(child.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def _adopt_orphans() -> None:
-    """Linux: processes orphaned by a dying engine become children of this one, which can then reap them."""
-    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-
-
-def _end_with_parent() -> None:
-    """Linux: the calling process is killed when its parent ends, however that happens."""
-    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _log_tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-
-
-def end_on_signals() -> None:
-    """Turn Ctrl-C and SIGTERM into an ordinary exit, on the way of which engine processes are ended."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))

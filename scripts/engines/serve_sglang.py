@@ -8,6 +8,7 @@ counted: serve_common.py.
 import time
 from pathlib import Path
 
+import child
 import serve_common
 from serve_common import Job, Output, Served
 
@@ -94,8 +95,8 @@ def _output(prompt_id: str, answer: dict, steps: int | None) -> Output:
 
 def main() -> None:
     job = serve_common.parse_job("SGLang")
-    serve_common.end_on_signals()
-    with serve_common.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
+    child.end_on_signals()
+    with child.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
         import sglang
         import sglang.srt.managers.scheduler
         import sglang.srt.models.registry

@@ -7,6 +7,7 @@ operators included; torch.compile is off (enforce_eager). How accepted drafts ar
 import time
 from pathlib import Path
 
+import child
 import serve_common
 from serve_common import Job, Output, Served
 
@@ -86,8 +87,8 @@ def _counters(engine) -> dict[str, int]:
 
 def main() -> None:
     job = serve_common.parse_job("vLLM")
-    serve_common.end_on_signals()
-    with serve_common.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
+    child.end_on_signals()
+    with child.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
         import vllm
         import vllm.model_executor.models.llama_eagle3
         import vllm.v1.engine.core

@@ -15,8 +15,6 @@ Runs under the engine's Python with scripts/engines/sglang_cpu on PYTHONPATH and
 scripts/audit_sglang.sh sets that up.
 """
 
-import argparse
-import json
 import os
 import socket
 import sys
@@ -26,6 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import audit_common
+import child
 import serve_common
 import torch
 import torch.nn.functional as F
@@ -36,28 +36,25 @@ UNUSED_BY_DESIGN = "t2d"  # SGLang drops it knowingly; it lets the d2t be checke
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What SGLang's own classes make of EAGLE-3 drafter checkpoints.")
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, required=True, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--golden", type=Path, help="also run the engine's forward on these inputs (see --help's top)")
-    options = parser.parse_args()
-    for folder in (options.target, *options.drafter):
-        if not (folder / "config.json").is_file():
-            serve_common.fail(f"{folder}: no config.json there; expected a model folder")
-    embedding = read_target_embedding(options.target)
-    start_sglang(options.target, options.drafter[0])
+    parser = audit_common.argument_parser("SGLang")
+    parser.add_argument("--golden", type=Path, help="safetensors file of features and token_ids: run the forward too")
+    options = audit_common.parse(parser)
+    log = options.out.with_suffix(".log")
+    log.write_text("")
     reports, model = [], None
-    for folder in options.drafter:
-        report, model = audit(folder, options.target, embedding)
-        reports.append(report)
-        print(f"{folder}: " + ("no faults" if not report["faults"] else "; ".join(report["faults"])))
+    with child.output_to(log):
+        import sglang
+
+        embedding = read_target_embedding(options.target)
+        start_sglang(options.target, options.drafter[0])
+        for folder in options.drafter:
+            report, model = audit(folder, options.target, embedding)
+            reports.append(report)
     if options.golden:
         if model is None or reports[-1]["faults"]:
-            serve_common.fail(f"--golden: {options.drafter[-1]} has faults, nothing to run")
+            serve_common.fail(f"--golden: {options.drafter[-1]} has faults, nothing to run: {reports[-1]['faults']}")
         run_golden(model, options.golden, options.out.with_suffix(".golden.safetensors"))
-    serve_common.write_atomically(options.out, json.dumps({"reports": reports}, indent=1) + "\n")
-    return int(any(report["faults"] for report in reports))
+    return audit_common.finish(sglang.__version__, reports, options.out)
 
 
 def read_target_embedding(target: Path) -> torch.Tensor:
@@ -179,29 +176,17 @@ def summarise_hot_tokens(model: torch.nn.Module, folder: Path) -> dict[str, Any]
     if hot is None:
         missing = [f"d2t: absent, so draft ids 0..{drafts - 1} would be taken for target ids"]
         return {"present": False, "faults": missing if drafts < vocabulary else []}
-    summary: dict[str, Any] = {
+    faults = audit_common.target_id_faults(hot, vocabulary, folder)
+    if len(hot) != drafts:
+        faults.append(f"d2t: {len(hot)} entries, draft_vocab_size is {drafts}")
+    return {
         "present": True,
         "dtype": str(hot.dtype),
         "count": len(hot),
         "smallest": hot.min().item(),
         "largest": hot.max().item(),
-        "faults": [],
+        "faults": faults,
     }
-    name = "d2t (read as offset: target id = draft id + d2t)"
-    if len(hot) != drafts:
-        summary["faults"].append(f"d2t: {len(hot)} entries, draft_vocab_size is {drafts}")
-    if hot.is_floating_point():
-        summary["faults"].append(f"d2t: dtype {hot.dtype}, expected int64")
-    if summary["smallest"] < 0 or summary["largest"] >= vocabulary:
-        summary["faults"].append(
-            f"{name}: ids reach {summary['largest']}, the vocabulary has {vocabulary}: absolute ids?"
-        )
-    if not bool((hot[1:] > hot[:-1]).all()):
-        summary["faults"].append(f"{name}: the target ids do not ascend")
-    t2d = next((file["t2d"] for file in map(load_file, sorted(folder.glob("*.safetensors"))) if "t2d" in file), None)
-    if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), hot.long()):
-        summary["faults"].append(f"{name}: disagrees with t2d, which marks other target ids: absolute ids?")
-    return summary
 
 
 class _CausalAttention:

@@ -1,4 +1,4 @@
-"""SGLang's own loader says which tensors of a drafter it reads, and its own class agrees with our forward."""
+"""The engines' own loaders say what they make of a drafter, and SGLang's own class agrees with our forward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def audit(workbench, target_folder, script) -> dict[str, dict]:
-    """One process audits all of them: reports by name, and the golden run of the good drafter."""
-    good, folder = workbench.checkpoint, workbench.folder / "audit"
+def drafters(workbench) -> list[Path]:
+    """Faulty copies of the good drafter, named for their fault, and the good one last."""
+    good = workbench.checkpoint
     tensors = load_file(good / "model.safetensors")
     absolute = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     variants = {
@@ -27,19 +27,35 @@ def audit(workbench, target_folder, script) -> dict[str, dict]:
         "absolute_d2t": ({}, set(), {"d2t": absolute}),
         "narrow_fc": ({}, set(), {"fc.weight": tensors["fc.weight"][:, :10].contiguous()}),
     }
-    folders = [edit_checkpoint(good, folder / name, *edits) for name, edits in variants.items()]
-    ids = workbench.conversations["hash"].ids
+    folder = workbench.folder / "audit"
+    return [edit_checkpoint(good, folder / name, *edits) for name, edits in variants.items()] + [good]
+
+
+def _reports(out: Path) -> dict[str, dict]:
+    return {Path(report["drafter"]).name: report for report in json.loads(out.read_text())["reports"]}
+
+
+@pytest.fixture(scope="module")
+def audit(workbench, target_folder, drafters, script) -> dict[str, dict]:
+    """SGLang's reports by name, and the golden run of the good drafter; one process audits all of them."""
+    folder, ids = workbench.folder / "audit", workbench.conversations["hash"].ids
     features = workbench.target.features(ids)
     save_file({"features": features[:40].contiguous(), "token_ids": ids[1:43].contiguous()}, folder / "in.safetensors")
-    out = folder / "audit.json"
+    out = folder / "sglang.json"
     done = script(
         "audit_sglang.sh",
-        *("--target", target_folder, "--out", out, "--golden", folder / "in.safetensors"),
-        *("--drafter", *folders, good),
+        *("--target", target_folder, "--out", out, "--golden", folder / "in.safetensors", "--drafter", *drafters),
     )
     assert done.returncode == 1, done.stderr  # some of them have faults
-    reports = {Path(report["drafter"]).name: report for report in json.loads(out.read_text())["reports"]}
-    return {**reports, "golden": load_file(folder / "audit.golden.safetensors")}
+    return {**_reports(out), "golden": load_file(folder / "sglang.golden.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def vllm_audit(workbench, target_folder, drafters, script) -> dict[str, dict]:
+    out = workbench.folder / "audit" / "vllm.json"
+    done = script("audit_vllm.sh", "--target", target_folder, "--out", out, "--drafter", *drafters)
+    assert done.returncode == 1, done.stderr
+    return _reports(out)
 
 
 def test_every_tensor_of_a_good_drafter_is_read_and_every_parameter_written(audit):
@@ -70,6 +86,22 @@ def test_the_engine_picks_its_eagle3_class_and_the_configured_context(audit, wor
 )
 def test_a_fault_that_the_engine_swallows_is_named(audit, variant, name, reason):
     assert any(name in fault and reason in fault for fault in audit[variant]["faults"]), audit[variant]["faults"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "reason"),
+    [
+        ("misspelt", "upp_proj", "vLLM refuses it"),
+        ("no_head", "lm_head.weight", "left as they were"),
+        ("no_fc", "model.fc.weight", "left as they were"),
+        ("no_d2t", "draft_id_to_target_id", "left as they were"),
+        ("absolute_d2t", "d2t", "absolute ids?"),
+        ("narrow_fc", "AssertionError", "vLLM refuses it"),
+    ],
+)
+def test_vllm_names_the_same_faults(vllm_audit, variant, name, reason):
+    assert vllm_audit["drafter"]["faults"] == []
+    assert any(name in fault and reason in fault for fault in vllm_audit[variant]["faults"]), vllm_audit[variant]
 
 
 def test_our_forward_agrees_with_the_engines_class_over_three_draft_steps(audit, workbench):
