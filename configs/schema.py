@@ -54,7 +54,8 @@ class SynthesizeSection(Section):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     seed: int = 0
     heldout_dtype: Literal["target", "bfloat16", "float16", "float32"] = Field(
-        default="float32", description="held-out answers should equal what an engine serves; `target`: as target.dtype"
+        default="float32",
+        description="held-out text and states should equal what an engine serves; `target`: as target.dtype",
     )
 
 

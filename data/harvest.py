@@ -24,7 +24,7 @@ from draftsmith.configs.target import Target, read_target
 from draftsmith.data.store import MANIFEST, HarvestedConversation, HarvestReader, Provenance, read_manifest
 from draftsmith.data.store_writer import StoreWriter, plan_shards, refuse_other_provenance
 from draftsmith.data.synthesize import finished_conversations
-from draftsmith.data.target_model import LoadedTarget, load_target, resolve_dtype, target_mark
+from draftsmith.data.target_model import LoadedTarget, load_target, split_dtype, target_mark
 
 if TYPE_CHECKING:
     from draftsmith.data.conversations import Conversation
@@ -52,7 +52,7 @@ def harvest(config: RunConfig, split: Split) -> Path:
         taps=taps,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        computed_in=resolve_dtype(config.target.dtype, target),
+        computed_in=split_dtype(config, split, target),
         source=sha256_file(config.conversations(split)),
         planned=len(conversations),
         max_length=longest,

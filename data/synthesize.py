@@ -30,7 +30,7 @@ from draftsmith.data.conversations import (
     write_conversations,
 )
 from draftsmith.data.prompt_sets import Prompt, drop_overlap, load_prompts
-from draftsmith.data.target_model import configured_stop_ids, load_target, load_tokenizer, resolve_dtype, target_mark
+from draftsmith.data.target_model import configured_stop_ids, load_target, load_tokenizer, split_dtype, target_mark
 
 if TYPE_CHECKING:
     from draftsmith.data.decode import Sampler
@@ -62,7 +62,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
             other prompts.
     """
     target = read_target(config.target.path)
-    dtype = resolve_dtype(dtype or _split_dtype(config, split), target)
+    dtype = split_dtype(config, split, target) if dtype is None else dtype
     path, summary_path = config.conversations(split), summary_file(config, split)
     prompts = select_prompts(config, split)
     settings = {
@@ -266,11 +266,6 @@ def _system(prompt: Prompt) -> list[dict[str, str]]:
 def _seed(seed: int, conversation: str, turn: int) -> int:
     """Seed of one turn's random numbers, whichever batch it is answered in."""
     return int.from_bytes(hashlib.sha256(f"{seed}\n{conversation}\n{turn}".encode()).digest()[:8], "big") >> 1
-
-
-def _split_dtype(config: RunConfig, split: Split) -> str:
-    chosen = config.synthesize.heldout_dtype
-    return config.target.dtype if split == "train" or chosen == "target" else chosen
 
 
 def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.decode import Sampler
+from draftsmith.data.harvest import harvest
+from draftsmith.data.store import read_manifest
 from draftsmith.data.summary import planned_conversations
 from draftsmith.data.synthesize import finished_conversations, summary_file, synthesize
 
@@ -207,9 +209,10 @@ def test_a_missing_target_names_the_command_and_nothing_is_written(make_config: 
     assert not config.folder.exists()
 
 
-def test_heldout_is_answered_in_its_own_dtype(make_config: Callable[..., RunConfig]) -> None:
+def test_heldout_is_answered_and_harvested_in_its_own_dtype(make_config: Callable[..., RunConfig]) -> None:
     changes = {"prompts__heldout_limit": 2, "target__dtype": "bfloat16", "synthesize__max_new_tokens": 2}
     for name, dtype, expected in (("a", "float32", "float32"), ("b", "target", "bfloat16")):
         config = make_config(name=name, synthesize__heldout_dtype=dtype, **changes)
         synthesize(config, "heldout")
         assert json.loads(summary_file(config, "heldout").read_text())["settings"]["dtype"] == expected
+        assert read_manifest(harvest(config, "heldout")).computed_in == expected
