@@ -267,7 +267,8 @@ def _headline(engine: str, version: str, result: dict[str, Any]) -> str:
     if result["base"]:
         parts.append(f"without a drafter {result['base']['tokens_per_second']:.1f} tokens/s")
     if result["identical"] is not None:
-        parts.append("outputs identical" if result["identical"] else f"DIFFER in {len(result['first_divergence'])}")
+        differing, requests = len(result["first_divergence"]), len(result["base"]["outputs"])
+        parts.append("outputs identical" if not differing else f"outputs differ in {differing} of {requests} requests")
     return "; ".join(parts)
 
 

@@ -22,11 +22,12 @@ REPOSITORY = Path(__file__).parents[2]
 STEPS = 3
 QUESTIONS = {
     # "hash" ends by max_new_tokens and "hello" by its stop token, both with accepted drafts beyond the end;
-    # "robot" is learnt with mistakes, "times" is not learnt at all.
+    # "robot" is learnt with mistakes, "times" is not learnt at all, "france" ends with the prefill's token.
     "hash": ("Explain what a hash table is.", 46),
     "hello": ("Say hello.", 48),
     "robot": ("Write a short story about a robot who learns to paint.", 40),
     "times": ("What is 12 times 7? Explain step by step.", 24),
+    "france": ("What is the capital of France?", 1),
 }
 
 
@@ -86,7 +87,7 @@ def workbench(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     prompts = {name: target.prompt(question) for name, (question, _) in QUESTIONS.items()}
     longest = max(new_tokens for _, new_tokens in QUESTIONS.values())
     conversations = target.continue_greedily(prompts, longest + STEPS + 1)
-    learnt = [c for c in conversations if c.id != "times"]
+    learnt = [c for c in conversations if c.id not in {"times", "france"}]
     drafter = copycat.fit(target, learnt, mistaught={"robot"}, draft_vocab=512, steps=STEPS)
     drafter.save(folder / "drafter")
     document = {

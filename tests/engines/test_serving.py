@@ -35,7 +35,9 @@ def test_histograms_equal_a_token_by_token_replay_of_the_drafter(result, workben
     for output in result["spec"]["outputs"]:
         conversation = workbench.conversations[output["id"]]
         accepted = workbench.drafter.verify_steps(conversation, len(output["output_ids"]))
-        assert output["histogram"] == torch.bincount(torch.tensor(accepted), minlength=4).tolist(), output["id"]
+        assert output["histogram"] == torch.bincount(torch.tensor(accepted, dtype=torch.long), minlength=4).tolist(), (
+            output["id"]
+        )
         assert output["verify_steps"] == len(accepted)
         assert output.get("per_step", accepted) == accepted
 
@@ -53,6 +55,11 @@ def test_the_prefill_token_belongs_to_no_verify_step(result):
     output = next(output for output in result["spec"]["outputs"] if output["id"] == "times")
     accepted = sum(i * count for i, count in enumerate(output["histogram"]))
     assert output["verify_steps"] + accepted == len(output["output_ids"]) - 1
+
+
+def test_a_request_of_one_token_has_no_verify_steps(result):
+    output = next(output for output in result["spec"]["outputs"] if output["id"] == "france")
+    assert (len(output["output_ids"]), output["verify_steps"], output["histogram"]) == (1, 0, [0, 0, 0, 0])
 
 
 def test_every_number_of_accepted_drafts_occurs(result):
