@@ -17,8 +17,8 @@ target itself would produce. Both engines agree on everything below.
 - So with a steps-per-request histogram h (h[i] = verify steps with i accepted drafts), the tokens of a request are at
   most 1 + sum_i h[i] * (i + 1), and fewer by what the last step accepted beyond the end. Drop the last step, or let a
   predictor look past the end, to compare exactly; `per_step` of vLLM's outputs lists every step in order.
-- Neither engine drafts fewer tokens near max_new_tokens. Near the context limit vLLM does, so both serve scripts
-  leave `CONTEXT_SLACK` positions unused unless --context-length says otherwise.
+- Neither engine drafts fewer tokens near max_new_tokens. Near the context limit vLLM does (read, not run), so both
+  serve scripts leave `CONTEXT_SLACK` positions unused unless --context-length says otherwise.
 
 accept_length is 1 + accepted_drafts / verify_steps, from those counters. SGLang's own `spec_accept_length` (completion
 tokens / verify steps) counts the prefill's token and cuts the last step, and is not used.
