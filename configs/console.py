@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,24 +44,27 @@ class _RateColumn(ProgressColumn):
 class Meter:
     """Progress of one long task; prints a plain line every ten per cent where the output is no terminal."""
 
-    def __init__(self, progress: Progress, task: TaskID, total: float, *, quiet: bool) -> None:
+    def __init__(self, progress: Progress, task: TaskID, total: float, done: float, *, quiet: bool) -> None:
         self._progress, self._task, self._total, self._quiet = progress, task, total, quiet
-        self._printed = 0
+        self._first, self._began = done, time.monotonic()
+        self._completed = done
+        self._printed = int(10 * done / total) if total else 10
 
     def advance(self, units: float, note: str = "") -> None:
         """Count `units` more of the task's unit and show `note` beside the bar."""
+        self._completed += units
         self._progress.update(self._task, advance=units, note=note)
         if self._quiet or console.is_terminal:
             return
-        task = self._progress.tasks[0]
-        tenth = int(10 * task.completed / self._total) if self._total else 10
+        tenth = int(10 * self._completed / self._total) if self._total else 10
         if tenth > self._printed:
             self._printed = tenth
-            speed = task.speed or 0.0
-            left = (self._total - task.completed) / speed if speed else 0.0
+            task = self._progress.tasks[0]
+            speed = (self._completed - self._first) / max(1e-6, time.monotonic() - self._began)
+            left = (self._total - self._completed) / speed if speed else 0.0
             console.print(
-                f"  {task.description}: {task.completed:,.0f} of {self._total:,.0f} {task.fields['unit']}, "
-                f"{speed:,.0f}/s, about {left:,.0f} s left {note}",
+                f"  {task.description}: {self._completed:,.0f} of {self._total:,.0f} {task.fields['unit']}, "
+                f"{speed:,.1f}/s, about {left:,.0f} s left {note}",
                 highlight=False,
             )
 
@@ -75,7 +79,7 @@ def meter(description: str, total: float, unit: str, done: float = 0, *, quiet: 
     )  # fmt: skip
     with progress:
         task = progress.add_task(description, total=total, completed=int(done), unit=unit, note="")
-        yield Meter(progress, task, total, quiet=quiet)
+        yield Meter(progress, task, total, done, quiet=quiet)
 
 
 def warn(message: str) -> None:

@@ -36,6 +36,6 @@ served=$run/serve-$(basename "$(readlink $run/export/latest)").json
 python scripts/heldout_prompts.py $config $run/prompts.json
 if [ ! -f "$served" ]; then
     OMP_NUM_THREADS=1 step serve bash scripts/serve_sglang.sh --target $target --drafter $run/export/latest --steps 3 \
-        --prompts $run/prompts.json --out "$served" --compare
+        --prompts $run/prompts.json --out "$served" --max-running 32 --compare
 fi
 python scripts/demo_report.py $run "$served"
