@@ -40,8 +40,10 @@ class PromptsSection(Section):
 
     train: str = Field(default="builtin:train", description="`builtin:train` or a jsonl file")
     heldout: str = Field(default="builtin:heldout", description="`builtin:heldout` or a jsonl file")
-    train_limit: int | None = Field(default=None, gt=0, description="use the first N")
-    heldout_limit: int | None = Field(default=None, gt=0, description="use the first N")
+    train_limit: int | None = Field(default=None, gt=0, description="use N of them, at even distances through the file")
+    heldout_limit: int | None = Field(
+        default=None, gt=0, description="use N of them, at even distances through the file"
+    )
 
 
 class SynthesizeSection(Section):
@@ -116,6 +118,10 @@ class TrainSection(Section):
     weight_decay: float = Field(default=0.0, ge=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = Field(default=1.0, gt=0.0, description="largest global gradient norm")
+    mixed_precision: Literal["no", "bf16"] | None = Field(
+        default=None,
+        description="products in bf16, weights in float32; none: the launcher's, else bf16 on a GPU and no on a CPU",
+    )
     seed: int = 0
     save_every: int = Field(default=200, gt=0, description="optimiser steps between checkpoints")
     evaluate_every: int = Field(

@@ -16,7 +16,7 @@ from draftsmith.convert.read import read_drafter
 from draftsmith.convert.tensors import read_array, to_float32
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.store import HarvestReader
-from draftsmith.train.evaluate import Evaluation, replay, summarize
+from draftsmith.train.evaluate import Chains, Evaluation, replay, summarize
 from draftsmith.train.inputs import check_store
 from draftsmith.train.model import Drafter
 
@@ -38,9 +38,9 @@ def evaluate(
     reader = HarvestReader(store or config.store("heldout"))
     canonical = read_drafter(drafter or config.training, target)
     check_store(reader, target, canonical.spec.taps)
-    evaluation = evaluate_drafter(
-        canonical, target, reader, config, _categories(config, reader) if store is None else None
-    )
+    chains = drafter_chains(canonical, target, reader, config)
+    categories = _categories(config, reader) if store is None else None
+    evaluation = summarize(chains, config.evaluate.draft_steps, categories)
     result = config.folder / (f"evaluate-{drafter.resolve().name}.json" if drafter else "evaluate.json")
     content: dict[str, Any] = {
         "drafter": str(canonical.origin),
@@ -62,13 +62,9 @@ def evaluate(
     return result
 
 
-def evaluate_drafter(
-    canonical: CanonicalDrafter,
-    target: Target,
-    reader: HarvestReader,
-    config: RunConfig,
-    categories: dict[int, str] | None,
-) -> Evaluation:
+def drafter_chains(
+    canonical: CanonicalDrafter, target: Target, reader: HarvestReader, config: RunConfig
+) -> dict[int, Chains]:
     """Load a drafter in float32 and replay the store's conversations with it."""
     drafter = Drafter(canonical.spec, target.require("embedding").load().float())
     drafter.load_state_dict(
@@ -78,11 +74,9 @@ def evaluate_drafter(
         }
     )
     d2t = torch.from_numpy(read_array(canonical.tensors["d2t"]))
-    targets = torch.arange(len(d2t)) + d2t
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = config.evaluate
-    chains = replay(drafter.to(device), targets, reader, settings.draft_steps, settings.batch_tokens)
-    return summarize(chains, settings.draft_steps, categories)
+    return replay(drafter.to(device), torch.arange(len(d2t)) + d2t, reader, settings.draft_steps, settings.batch_tokens)
 
 
 def _categories(config: RunConfig, reader: HarvestReader) -> dict[int, str]:

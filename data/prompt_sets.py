@@ -11,7 +11,6 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
     Args:
         source: `builtin:train`, `builtin:heldout` or the path of a jsonl file.
-        limit: keep this many, taken in turn from each category in the order of the file, so that few stay varied.
+        limit: keep this many, at even distances through the file, so that their mix is the file's.
 
     Raises:
         DraftsmithError: no such file, or no usable row in it.
@@ -83,16 +82,14 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
         warn(f"{sum(skipped.values()):,} of {len(prompts) + sum(skipped.values()):,} rows of {path} skipped: {reasons}")
     if not prompts:
         raise DraftsmithError("the file holds no usable prompt", where=path, found=dict(skipped) or "an empty file")
-    return prompts if limit is None else take_turns(prompts, limit)
+    return prompts if limit is None else even_sample(prompts, limit)
 
 
-def take_turns(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """The first `limit` prompts when categories take turns, in the order in which they first occur."""
-    groups: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault(prompt.category, []).append(prompt)
-    dealt = (prompt for prompt in chain.from_iterable(zip_longest(*groups.values())) if prompt is not None)
-    return [prompt for prompt, _ in zip(dealt, range(limit), strict=False)]
+def even_sample(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """`limit` prompts at even distances through the file, so that few have the file's own mix; all if there are fewer."""
+    if limit >= len(prompts):
+        return list(prompts)
+    return [prompts[index * len(prompts) // limit] for index in range(limit)]
 
 
 def drop_overlap(train: Iterable[Prompt], heldout: Iterable[Prompt]) -> list[Prompt]:

@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 
-def make_accelerator() -> Accelerator:
+def make_accelerator(mixed_precision: str | None) -> Accelerator:
     """Accelerator from the environment that `accelerate launch` sets (or from nothing: one process).
 
     Without a GPU, DeepSpeed needs gloo named (accelerate leaves the back end open and then believes in one process),
-    while DDP needs `cpu=True`. On a GPU bf16 is the default where the launcher names no precision.
+    while DDP needs `cpu=True`.
+
+    Args:
+        mixed_precision: `no` or `bf16`; none: what the launcher names, else bf16 on a GPU and no on a CPU.
     """
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    named = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    precision = named or ("bf16" if torch.cuda.is_available() else "no")
+    common: dict[str, Any] = {"mixed_precision": precision, "step_scheduler_with_optimizer": False}
     if torch.cuda.is_available():
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16")
-        return Accelerator(mixed_precision=precision, step_scheduler_with_optimizer=False)
-    if deepspeed:
+        return Accelerator(**common)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         _no_compiled_communication()
-        return Accelerator(
-            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], step_scheduler_with_optimizer=False
-        )
-    return Accelerator(cpu=True, step_scheduler_with_optimizer=False)
-
-
-@contextmanager
-def whole_tensors(accelerator: Accelerator) -> Iterator[None]:
-    """Keep ZeRO-3 from partitioning models that are loaded inside: accelerate registers its plugin with transformers
-    even where zero3_init_flag is off, and every `from_pretrained` then yields empty shards."""
-    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
-    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type.value == "DEEPSPEED" else None
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if plugin is not None and getattr(plugin, "dschf", None) is not None:
-            set_hf_deepspeed_config(plugin.dschf)
+        return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **common)
+    return Accelerator(cpu=True, **common)
 
 
 def _no_compiled_communication() -> None:

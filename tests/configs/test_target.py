@@ -39,23 +39,39 @@ def test_a_plain_target_in_one_file(tmp_path):
         "lm_head.weight": torch.randn(512, 64),
     }
     target = read_target(write(tmp_path / "t", BASE, {"model.safetensors": tensors}))
-    assert (target.hidden_size, target.num_layers, target.vocab_size, target.head_dim, target.context_length) == (64, 8, 512, 32, 2048)
+    assert (target.hidden_size, target.num_layers, target.vocab_size, target.head_dim, target.context_length) == (
+        64,
+        8,
+        512,
+        32,
+        2048,
+    )
     assert target.rope.theta == 5e6 and target.rope.scaling is None and not target.tied
-    assert (target.embedding.name, target.embedding.dtype, target.embedding.shape) == ("model.embed_tokens.weight", "BF16", (512, 64))
+    assert (target.embedding.name, target.embedding.dtype, target.embedding.shape) == (
+        "model.embed_tokens.weight",
+        "BF16",
+        (512, 64),
+    )
     assert target.final_norm.name == "model.norm.weight" and target.head.name == "lm_head.weight"
     assert torch.equal(target.require("head").load(), tensors["lm_head.weight"])
 
 
 def test_a_wrapper_nests_config_and_weights_and_only_the_last_shard_is_here(tmp_path):
     """Kimi-K2.5's nesting: everything of use under text_config and language_model, in one of the shards of an index."""
-    wrapped = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": BASE | {"architectures": ["DeepseekV3ForCausalLM"]}}
+    wrapped = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": BASE | {"architectures": ["DeepseekV3ForCausalLM"]},
+    }
     prefix = "language_model."
     tensors = {
         f"{prefix}model.embed_tokens.weight": torch.randn(512, 64),
         f"{prefix}lm_head.weight": torch.randn(512, 64),
         f"{prefix}model.norm.weight": torch.randn(64),
     }
-    index = {name: "model-00002-of-00002.safetensors" for name in tensors} | {f"{prefix}model.layers.0.x": "model-00001-of-00002.safetensors"}
+    index = {name: "model-00002-of-00002.safetensors" for name in tensors} | {
+        f"{prefix}model.layers.0.x": "model-00001-of-00002.safetensors"
+    }
     target = read_target(write(tmp_path / "t", wrapped, {"model-00002-of-00002.safetensors": tensors}, index))
     assert target.architecture == "KimiK25ForConditionalGeneration" and target.num_layers == 8
     assert {ref.name for ref in (target.embedding, target.head, target.final_norm)} == set(tensors)
@@ -69,7 +85,9 @@ def test_known_prefixes(tmp_path, prefix):
 
 
 def test_an_untied_target_without_a_head_is_named(tmp_path):
-    target = read_target(write(tmp_path / "t", BASE, {"model.safetensors": {"model.embed_tokens.weight": torch.randn(512, 64)}}))
+    target = read_target(
+        write(tmp_path / "t", BASE, {"model.safetensors": {"model.embed_tokens.weight": torch.randn(512, 64)}})
+    )
     with pytest.raises(DraftsmithError, match="head cannot be found"):
         target.require("head")
 
@@ -104,8 +122,12 @@ def test_damaged_safetensors_are_refused(tmp_path):
     data = whole.read_bytes()
     contents = {"cut": data[:-100], "empty": b"", "huge": struct.pack("<Q", 10**9) + data[8:], "text": b"x" * 64}
     twice = b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"x":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}'
-    shared = b'{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"y":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
-    contents |= {name: struct.pack("<Q", len(head)) + head + b"ab" for name, head in {"twice": twice, "shared": shared}.items()}
+    shared = (
+        b'{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"y":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
+    )
+    contents |= {
+        name: struct.pack("<Q", len(head)) + head + b"ab" for name, head in {"twice": twice, "shared": shared}.items()
+    }
     for name, content in contents.items():
         file = tmp_path / f"{name}.safetensors"
         file.write_bytes(content)
@@ -132,7 +154,11 @@ def test_rope_is_read_from_both_spellings():
     assert read_rope({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}).theta == 7.0
     assert read_rope({"rope_theta": 9.0}).theta == 9.0
     assert read_rope({"rope_theta": 9.0, "rope_scaling": {"type": None}}).scaling is None
-    both = {"rope_theta": 9.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    both = {
+        "rope_theta": 9.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+    }
     assert read_rope(both).theta == 9.0 and read_rope(both).scaling == {"rope_type": "linear", "factor": 2.0}
     yarn = read_rope({"rope_theta": 5e4, "rope_scaling": {"type": "yarn", "factor": 64.0}})
     assert yarn.scaling == {"rope_type": "yarn", "factor": 64.0}
@@ -144,5 +170,8 @@ def test_the_plan_of_kimi_k25_matches_its_published_figures():
     assert plan.spec.max_position_embeddings == 262144
     assert 1.1e9 < plan.spec.parameter_count() < 1.3e9
     # fc 7168 x 21504, q/k/v/o over 64 heads of 128, three MLP matrices, five norms, head 32000 x 7168: by hand
-    assert plan.spec.parameter_count() == 7168 * 21504 + 3 * 8192 * 14336 + 7168 * 8192 + 3 * 18432 * 7168 + 4 * 7168 + 32000 * 7168
+    assert (
+        plan.spec.parameter_count()
+        == 7168 * 21504 + 3 * 8192 * 14336 + 7168 * 8192 + 3 * 18432 * 7168 + 4 * 7168 + 32000 * 7168
+    )
     assert plan.store_bytes // plan.tokens == 57_344 + 9

@@ -119,13 +119,16 @@ def test_a_file_without_a_usable_row_stops(tmp_path: Path) -> None:
         load_prompts(str(tmp_path / "absent.jsonl"))
 
 
-def test_a_limit_takes_categories_in_turn(tmp_path: Path) -> None:
+def test_a_limit_keeps_the_mix_of_the_file(tmp_path: Path) -> None:
     rows: list[object] = [
-        {"id": f"{c}{n}", "category": c, "prompt": f"{c} {n}"} for c in "abc" for n in range(4 - "abc".index(c))
+        {"id": f"{c}{n}", "category": c, "prompt": f"{c} {n}"}
+        for c, count in (("a", 8), ("b", 4))
+        for n in range(count)
     ]
     source = write(tmp_path / "p.jsonl", rows)
-    assert [prompt.id for prompt in load_prompts(source, 7)] == ["a0", "b0", "c0", "a1", "b1", "c1", "a2"]
-    assert load_prompts(source, 3) == load_prompts(source, 7)[:3]
+    assert [prompt.id for prompt in load_prompts(source, 6)] == ["a0", "a2", "a4", "a6", "b0", "b2"]
+    assert [prompt.id for prompt in load_prompts(source, 1)] == ["a0"]
+    assert len(load_prompts(source, 99)) == 12
 
 
 def test_overlap_is_found_whatever_case_and_punctuation(capsys: pytest.CaptureFixture[str]) -> None:
