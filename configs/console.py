@@ -87,6 +87,12 @@ def warn(message: str) -> None:
     console.print(f"[yellow]warning[/yellow] {message}", highlight=False)
 
 
+def report_error(error: Exception) -> None:
+    """A fault of the inputs, in red and to the letter."""
+    console.print("[red]error[/red]", end=" ")
+    console.print(str(error), markup=False, highlight=False)
+
+
 def closing(wrote: str, following: str | None = None) -> None:
     """The last lines of a verb: what was written, and the command that comes next."""
     console.print(f"[green]wrote[/green] {wrote}", highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from draftsmith.configs.console import console
+from draftsmith.configs.console import report_error
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import load_config
 
@@ -22,8 +22,7 @@ def main() -> None:
 
         train(config)
     except DraftsmithError as error:
-        console.print("[red]error[/red]", end=" ")
-        console.print(str(error), markup=False, highlight=False)
+        report_error(error)
         sys.exit(2)
 
 

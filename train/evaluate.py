@@ -18,11 +18,15 @@ from torch import Tensor
 from draftsmith.configs.console import meter
 from draftsmith.data.store import HarvestReader
 from draftsmith.train.batch import Batch, pack
-from draftsmith.train.model import Cache, Drafter
+from draftsmith.train.model import Drafter
 from draftsmith.train.plan import WindowRef, load_window, plan_windows
+from draftsmith.train.unroll import unroll_steps
 
 CONTEXT_EDGES = (0, 1024, 4096, 16384, 65536, 262144)
 """Edges of the context-length buckets, in tokens before the chain's start."""
+
+HEAD_ROWS = 1024
+"""Rows whose logits exist at one time."""
 
 RESAMPLES = 1000
 """Bootstrap samples, drawn over conversations, behind a confidence interval."""
@@ -81,15 +85,9 @@ class Chains:
 @torch.no_grad()
 def draft_chains(drafter: Drafter, targets: Tensor, batch: Batch) -> list[Tensor]:
     """For each step of `batch`, bool (n_i,): the draft at that step is right, given right tokens before it."""
-    hidden, cache, right = drafter.fuse(batch.taps.to(drafter.fc.weight.dtype)), Cache(), []
-    for index, rows in enumerate(batch.steps):
-        if index:
-            hidden = hidden[rows.keep]
-            cache.keep(rows.keep)
-        hidden, normed = drafter.step(
-            rows.ids, hidden, rows.positions, None if index else rows.keep, cache, rows.segments
-        )
-        best = torch.cat([drafter.lm_head(part).argmax(-1) for part in normed.split(1024)])
+    right = []
+    for rows, normed in unroll_steps(drafter, batch):
+        best = torch.cat([drafter.lm_head(part).argmax(-1) for part in normed.split(HEAD_ROWS)])
         right.append(targets[best] == rows.labels)
     return right
 

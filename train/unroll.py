@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.train.batch import Batch
+from draftsmith.train.batch import Batch, StepRows
 from draftsmith.train.loss import soft_cross_entropy
 from draftsmith.train.model import Cache, Drafter
 
@@ -27,6 +28,19 @@ class StepResult:
     right: Tensor
     chain: Tensor
     outside: Tensor
+
+
+def unroll_steps(drafter: Drafter, batch: Batch) -> Iterator[tuple[StepRows, Tensor]]:
+    """For each step of `batch`: its rows, and what the draft head reads there (n_i, hidden)."""
+    hidden, cache = drafter.fuse(batch.taps.to(drafter.fc.weight.dtype)), Cache()
+    for index, rows in enumerate(batch.steps):
+        if index:
+            hidden = hidden[rows.keep]
+            cache.keep(rows.keep)
+        hidden, normed = drafter.step(
+            rows.ids, hidden, rows.positions, None if index else rows.keep, cache, rows.segments
+        )
+        yield rows, normed
 
 
 class Unroll(nn.Module):
@@ -61,16 +75,8 @@ class Unroll(nn.Module):
 
         With coefficients decay^i / (global supervised positions of step i) the sum over all processes is the loss.
         """
-        drafter = self.drafter
-        hidden = drafter.fuse(batch.taps.to(drafter.fc.weight.dtype))
-        cache, states, weights, outsides = Cache(), [], [], []
-        for index, rows in enumerate(batch.steps):
-            if index:
-                hidden = hidden[rows.keep]
-                cache.keep(rows.keep)
-            hidden, normed = drafter.step(
-                rows.ids, hidden, rows.positions, None if index else rows.keep, cache, rows.segments
-            )
+        states, weights, outsides = [], [], []
+        for index, (rows, normed) in enumerate(unroll_steps(self.drafter, batch)):
             outside = ~self.inside[rows.labels]
             weight = torch.ones_like(outside) if self.keep_outside else ~outside
             states.append(normed)
@@ -78,7 +84,7 @@ class Unroll(nn.Module):
             outsides.append((outside, weight))
         total, losses, best = soft_cross_entropy(
             torch.cat(states),
-            drafter.lm_head.weight,
+            self.drafter.lm_head.weight,
             batch.final,
             batch.lessons,
             self.teacher_weight,

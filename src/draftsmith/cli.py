@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith import __version__
-from draftsmith.configs.console import console, out, table
+from draftsmith.configs.console import out, report_error, table
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import SPLITS, RunConfig, load_config, preset_names
 
@@ -155,8 +155,7 @@ def main() -> None:
     try:
         app()
     except DraftsmithError as error:
-        console.print("[red]error[/red]", end=" ")
-        console.print(str(error), markup=False, highlight=False)
+        report_error(error)
         sys.exit(2)
 
 
