@@ -50,6 +50,9 @@ class SynthesizeSection(Section):
     """The target answers every user turn."""
 
     batch_size: int = Field(default=16, gt=0, description="conversations answered at once")
+    workers: int = Field(
+        default=1, gt=0, description="processes that answer batches side by side and share the threads; for CPUs, which one process leaves idle"
+    )
     max_new_tokens: int = Field(default=512, gt=0, description="a turn longer than this is cut and marked `length`")
     max_prompt_tokens: int = Field(default=2048, gt=0, description="longer prompts are rejected and counted")
     temperature: float = Field(default=0.0, ge=0.0, description="0: greedy")

@@ -7,13 +7,11 @@ has the same bytes as an unbroken run's.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from draftsmith import __version__
 from draftsmith.configs.console import closing, console, meter, warn
@@ -21,33 +19,16 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json, sha256_json, write_json
 from draftsmith.configs.schema import RunConfig, Split
 from draftsmith.configs.target import read_target
+from draftsmith.data.answering import Thread, answers, system_message
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.conversations import (
     Conversation,
     ConversationLog,
-    Message,
     read_conversations,
     write_conversations,
 )
 from draftsmith.data.prompt_sets import Prompt, drop_overlap, load_prompts
-from draftsmith.data.target_model import configured_stop_ids, load_target, load_tokenizer, split_dtype, target_mark
-
-if TYPE_CHECKING:
-    from draftsmith.data.decode import Sampler
-    from draftsmith.data.target_model import LoadedTarget
-
-
-@dataclass
-class _Thread:
-    """A conversation while it is being written."""
-
-    prompt: Prompt
-    first_ids: list[int]
-    messages: list[dict[str, str]] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    finish: list[Literal["stop", "length"]] = field(default_factory=list)
-    logprob: float = 0.0
+from draftsmith.data.target_model import configured_stop_ids, load_tokenizer, split_dtype, target_mark
 
 
 def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None, dtype: str | None = None) -> Path:
@@ -68,7 +49,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
     settings = {
         "target": target_mark(target),
         "dtype": dtype,
-        **config.synthesize.model_dump(exclude={"batch_size", "heldout_dtype", "max_prompt_tokens"}),
+        **config.synthesize.model_dump(exclude={"batch_size", "workers", "heldout_dtype", "max_prompt_tokens"}),
     }
     _refuse_other_settings(path, summary_path, settings)
     digest = prompts_hash(prompts)
@@ -78,8 +59,6 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
             closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
             return path
 
-    from draftsmith.data.decode import Sampler
-
     chat = ChatFormat(load_tokenizer(config.target), configured_stop_ids(config.target.path))
     threads, rejected = _open_threads(
         prompts, chat, min(config.synthesize.max_prompt_tokens, target.context_length - 1)
@@ -88,7 +67,6 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
         raise DraftsmithError("no prompt is usable", where=f"prompts.{split}", found=dict(rejected))
     plan = plan_batches(threads, batch_size or config.synthesize.batch_size)
     write_json(summary_path, {"settings": settings, "prompts": digest, "complete": False})
-    sampler = Sampler(config.synthesize.temperature, config.synthesize.top_p)
     with ConversationLog(path) as log:
         _refuse_other_prompts(log.recorded, threads, path)
         left = [batch for batch in plan if any(thread.prompt.id not in log.recorded for thread in batch)]
@@ -97,9 +75,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
                 f"{config.target.path.name} answers {sum(map(len, left)):,} of {len(threads):,} {split} prompts "
                 f"in {dtype}, {max(map(len, left))} at once"
             )
-            loaded = load_target(config.target, dtype)
-            answerer = _Answerer(loaded, chat, sampler, config, target.context_length, settings["target"])
-            _run(answerer, left, log, len(threads))
+            _run(answers(config, dtype, left), left, log, len(threads))
         conversations = [log.recorded[thread.prompt.id] for thread in threads]
     write_conversations(path, conversations)
     facts = _facts(conversations, rejected)
@@ -165,107 +141,37 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
     return sha256_json([prompt.model_dump() for prompt in prompts])
 
 
-def plan_batches(threads: Sequence[_Thread], batch_size: int) -> list[list[_Thread]]:
+def plan_batches(threads: Sequence[Thread], batch_size: int) -> list[list[Thread]]:
     """Batches of conversations with equally many turns and prompts of about equal length, longest first."""
     order = sorted(threads, key=lambda one: (-len(one.prompt.turns), -len(one.first_ids), one.prompt.id))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-@dataclass(frozen=True)
-class _Answerer:
-    target: LoadedTarget
-    chat: ChatFormat
-    sampler: Sampler
-    config: RunConfig
-    context_length: int
-    mark: str
-
-    def answer(self, batch: Sequence[_Thread]) -> list[Conversation]:
-        """Answer every turn of a batch of conversations, turn by turn."""
-        from draftsmith.data.decode import answer_batch
-
-        section = self.config.synthesize
-        for turn in range(max(len(thread.prompt.turns) for thread in batch)):
-            asked = [thread for thread in batch if self._ask(thread, turn)]
-            if not asked:
-                break
-            answers = answer_batch(
-                self.target,
-                [thread.ids for thread in asked],
-                self.chat.stop_ids,
-                [min(section.max_new_tokens, self.context_length - len(thread.ids)) for thread in asked],
-                self.sampler,
-                [_seed(section.seed, thread.prompt.id, turn) for thread in asked],
-            )
-            for thread, answer in zip(asked, answers, strict=True):
-                thread.spans.append((len(thread.ids), len(thread.ids) + len(answer.ids)))
-                thread.ids += answer.ids
-                thread.finish.append(answer.finish)
-                thread.logprob += answer.logprob
-                thread.messages.append({"role": "assistant", "content": self.chat.answer_text(answer.ids)})
-        return [self._close(thread) for thread in batch]
-
-    def _ask(self, thread: _Thread, turn: int) -> bool:
-        """Put the next user turn; False when there is none, or when its prompt would be too long."""
-        if turn != len(thread.spans) or turn >= len(thread.prompt.turns):
-            return False
-        question = {"role": "user", "content": thread.prompt.turns[turn]}
-        if turn == 0:
-            thread.messages = [*_system(thread.prompt), question]
-            thread.ids = list(thread.first_ids)
-            return True
-        ids = self.chat.next_prompt_ids(thread.ids, [*thread.messages, question])
-        if len(ids) > min(self.config.synthesize.max_prompt_tokens, self.context_length - 1):
-            return False
-        thread.messages.append(question)
-        thread.ids = ids
-        return True
-
-    def _close(self, thread: _Thread) -> Conversation:
-        generated = sum(end - start for start, end in thread.spans)
-        return Conversation(
-            id=thread.prompt.id,
-            category=thread.prompt.category,
-            messages=tuple(Message.model_validate(message) for message in thread.messages),
-            input_ids=tuple(thread.ids),
-            spans=tuple(thread.spans),
-            finish=tuple(thread.finish),
-            mean_logprob=thread.logprob / generated,
-            greedy=self.sampler.temperature == 0.0,
-            target=self.mark,
-        )
-
-
-def _run(answerer: _Answerer, batches: Sequence[Sequence[_Thread]], log: ConversationLog, total: int) -> None:
+def _run(
+    finished_batches: Iterator[list[Conversation]],
+    batches: Sequence[Sequence[Thread]],
+    log: ConversationLog,
+    total: int,
+) -> None:
     started, tokens = time.monotonic(), 0
     with meter("synthesize", total, "conversations", done=total - sum(map(len, batches))) as progress:
-        for batch in batches:
-            finished = answerer.answer(batch)
+        for finished in finished_batches:
             log.append(finished)
             tokens += sum(conversation.generated_tokens for conversation in finished)
             rate = tokens / (time.monotonic() - started)
-            progress.advance(len(batch), note=f"{rate:,.0f} tokens/s")
+            progress.advance(len(finished), note=f"{rate:,.0f} tokens/s")
 
 
-def _open_threads(prompts: Sequence[Prompt], chat: ChatFormat, longest: int) -> tuple[list[_Thread], Counter[str]]:
+def _open_threads(prompts: Sequence[Prompt], chat: ChatFormat, longest: int) -> tuple[list[Thread], Counter[str]]:
     """Prompts rendered to ids; those over `longest` tokens are left out and counted."""
     threads, rejected = [], Counter[str]()
     for prompt in prompts:
-        ids = chat.prompt_ids([*_system(prompt), {"role": "user", "content": prompt.turns[0]}])
+        ids = chat.prompt_ids([*system_message(prompt), {"role": "user", "content": prompt.turns[0]}])
         if len(ids) > longest:
             rejected[f"longer than {longest} tokens"] += 1
         else:
-            threads.append(_Thread(prompt, ids))
+            threads.append(Thread(prompt, ids))
     return threads, rejected
-
-
-def _system(prompt: Prompt) -> list[dict[str, str]]:
-    return [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-
-
-def _seed(seed: int, conversation: str, turn: int) -> int:
-    """Seed of one turn's random numbers, whichever batch it is answered in."""
-    return int.from_bytes(hashlib.sha256(f"{seed}\n{conversation}\n{turn}".encode()).digest()[:8], "big") >> 1
 
 
 def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, Any]) -> None:
@@ -285,7 +191,7 @@ def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, A
             )
 
 
-def _refuse_other_prompts(recorded: dict[str, Conversation], threads: Sequence[_Thread], path: Path) -> None:
+def _refuse_other_prompts(recorded: dict[str, Conversation], threads: Sequence[Thread], path: Path) -> None:
     """A recorded conversation must have been asked what the prompt of its id asks today."""
     for thread in threads:
         conversation = recorded.get(thread.prompt.id)

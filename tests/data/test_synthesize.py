@@ -216,3 +216,9 @@ def test_heldout_is_answered_and_harvested_in_its_own_dtype(make_config: Callabl
         synthesize(config, "heldout")
         assert json.loads(summary_file(config, "heldout").read_text())["settings"]["dtype"] == expected
         assert read_manifest(harvest(config, "heldout")).computed_in == expected
+
+
+def test_workers_write_the_same_bytes(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    alone = synthesize(make_config(), "train").read_bytes()
+    together = make_config(name="together", synthesize__workers=2)
+    assert synthesize(together, "train").read_bytes() == alone

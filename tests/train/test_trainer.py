@@ -216,3 +216,23 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_batch(copy):
     with pytest.raises(DraftsmithError, match="not finite") as error:
         train(config)
     assert "train-" in str(error.value)
+
+
+def test_metrics_reach_tensorboard(copy):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = load_config(copy(), ["train.epochs=1", "train.log_with=tensorboard"])
+    train(config)
+    events = EventAccumulator(str(config.training / "tensorboard")).Reload()
+    rows = [r for r in read_metrics(config.training / "metrics.jsonl") if "loss" in r]
+    assert [round(e.value, 4) for e in events.Scalars("loss")] == [round(r["loss"], 4) for r in rows]
+    assert [e.step for e in events.Scalars("accept_i/2")] == [r["step"] for r in rows]
+
+
+def test_wandb_stays_offline_without_a_key(copy, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = load_config(copy(), ["train.epochs=1", "train.log_with=wandb"])
+    train(config)
+    (folder,) = (config.training / "wandb").glob("offline-run-*")
+    assert next(folder.glob("*.wandb")).stat().st_size > 0
