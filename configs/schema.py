@@ -51,7 +51,9 @@ class SynthesizeSection(Section):
 
     batch_size: int = Field(default=16, gt=0, description="conversations answered at once")
     workers: int = Field(
-        default=1, gt=0, description="processes that answer batches side by side and share the threads; for CPUs, which one process leaves idle"
+        default=1,
+        gt=0,
+        description="processes that answer batches side by side and share the threads; for CPUs, which one process leaves idle",
     )
     max_new_tokens: int = Field(default=512, gt=0, description="a turn longer than this is cut and marked `length`")
     max_prompt_tokens: int = Field(default=2048, gt=0, description="longer prompts are rejected and counted")
@@ -68,6 +70,7 @@ class HarvestSection(Section):
     """The target's hidden states over the conversations, written to a store."""
 
     batch_tokens: int = Field(default=8192, gt=0, description="tokens in one forward pass, padding included")
+    workers: int = Field(default=1, gt=0, description="processes that run batches side by side and share the threads")
     max_length: int | None = Field(
         default=None, gt=0, description="conversations are cut here; none: the target's context"
     )

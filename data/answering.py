@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import read_target
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.conversations import Conversation, Message
 from draftsmith.data.prompt_sets import Prompt
 from draftsmith.data.target_model import configured_stop_ids, load_target, load_tokenizer, target_mark
+from draftsmith.data.workers import side_by_side
 
 if TYPE_CHECKING:
     from draftsmith.data.decode import Sampler
     from draftsmith.data.target_model import LoadedTarget
-
-_worker: Answerer | None = None
-"""What a worker process answers with."""
 
 
 @dataclass
@@ -108,57 +99,12 @@ class Answerer:
 
 
 def answers(config: RunConfig, dtype: str, batches: Sequence[Sequence[Thread]]) -> Iterator[list[Conversation]]:
-    """The answered batches in order, from this process or from `synthesize.workers` others.
-
-    Raises:
-        DraftsmithError: a worker died.
-    """
-    workers = min(config.synthesize.workers, len(batches))
-    if workers == 1:
-        answerer = make_answerer(config, dtype)
-        yield from (answerer.answer(batch) for batch in batches)
-        return
-    import torch
-
-    shared = max(1, torch.get_num_threads() // workers)
-    pool = ProcessPoolExecutor(
-        workers,
-        multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(config, dtype, shared, os.getpid()),
-    )
-    try:
-        yield from pool.map(_answer_in_worker, batches)
-    except BrokenProcessPool:
-        raise DraftsmithError(
-            "a worker died while answering; finished batches are kept",
-            where="synthesize.workers",
-            found=workers,
-            mend="run the same command again; fewer workers or a smaller synthesize.batch_size if memory is short",
-        ) from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    """The answered batches in order, from this process or from `synthesize.workers` others."""
+    yield from side_by_side(_prepare, (config, dtype), batches, config.synthesize.workers, setting="synthesize.workers")
 
 
-def _start_worker(config: RunConfig, dtype: str, threads: int, parent: int) -> None:
-    """Load the target in a worker, which ends with the process that started it."""
-    global _worker  # noqa: PLW0603 - a pool's initializer has no other way to hand something to its tasks
-    import torch
-
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    torch.set_num_threads(threads)
-    _worker = make_answerer(config, dtype)
-
-
-def _answer_in_worker(batch: Sequence[Thread]) -> list[Conversation]:
-    assert _worker is not None
-    return _worker.answer(batch)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+def _prepare(config: RunConfig, dtype: str) -> Callable[[Sequence[Thread]], list[Conversation]]:
+    return make_answerer(config, dtype).answer
 
 
 def make_answerer(config: RunConfig, dtype: str) -> Answerer:

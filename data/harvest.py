@@ -8,26 +8,31 @@ settled beforehand by their order and lengths, so that an interrupted harvest en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from draftsmith.configs.console import closing, console, meter, warn
 from draftsmith.configs.drafter import default_taps
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import sha256_file
-from draftsmith.configs.schema import RunConfig, Split
+from draftsmith.configs.schema import RunConfig, Split, TargetSection
 from draftsmith.configs.target import Target, read_target
 from draftsmith.data.store import MANIFEST, HarvestedConversation, HarvestReader, Provenance, read_manifest
 from draftsmith.data.store_writer import StoreWriter, plan_shards, refuse_other_provenance
 from draftsmith.data.synthesize import finished_conversations
 from draftsmith.data.target_model import LoadedTarget, load_target, split_dtype, target_mark
+from draftsmith.data.workers import side_by_side
 
 if TYPE_CHECKING:
     from draftsmith.data.conversations import Conversation
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A conversation's taps (T, K, H) and final state (T, H) as the bits of bf16 in int16, and argmax int64 (T,)."""
 
 ARGMAX_ROWS = 512
 """Rows of logits that exist at once."""
@@ -70,8 +75,7 @@ def harvest(config: RunConfig, split: Split) -> Path:
             f"harvest {split}: {len(conversations) - writer.done:,} of {len(conversations):,} conversations, "
             f"taps {', '.join(map(str, taps))} of {target.num_layers} layers, {provenance.computed_in}"
         )
-        loaded = load_target(config.target, provenance.computed_in)
-        _harvest_shards(loaded, conversations, lengths, writer, provenance, config.harvest.batch_tokens)
+        _harvest_shards(config, conversations, lengths, writer, provenance)
     _report(config, split, conversations, lengths)
     return path
 
@@ -130,39 +134,67 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 def _harvest_shards(
-    target: LoadedTarget,
+    config: RunConfig,
     conversations: Sequence[Conversation],
     lengths: Sequence[int],
     writer: StoreWriter,
     provenance: Provenance,
-    batch_tokens: int,
 ) -> None:
     done = writer.done
+    shards = [shard for shard in plan_shards(lengths, provenance.shard_tokens) if shard.start >= done]
+    plan = [
+        [
+            [shard[position] for position in batch]
+            for batch in plan_batches([lengths[i] for i in shard], config.harvest.batch_tokens)
+        ]
+        for shard in shards
+    ]
+    rows = [[conversations[i].input_ids[: lengths[i]] for i in batch] for batches in plan for batch in batches]
+    states = side_by_side(
+        _prepare,
+        (config.target, provenance.computed_in, provenance.taps),
+        rows,
+        config.harvest.workers,
+        setting="harvest.workers",
+    )
     with meter("harvest", sum(lengths), "tokens", done=sum(lengths[:done])) as progress:
-        for shard in plan_shards(lengths, provenance.shard_tokens):
-            if shard.start < done:
-                continue
+        for shard, batches in zip(shards, plan, strict=True):
             harvested: dict[int, HarvestedConversation] = {}
-            for batch in plan_batches([lengths[index] for index in shard], batch_tokens):
-                chosen = [shard[position] for position in batch]
-                rows = [conversations[index].input_ids[: lengths[index]] for index in chosen]
-                for index, states in zip(chosen, forward_states(target, rows, provenance.taps), strict=True):
-                    harvested[index] = _bring_together(conversations[index], lengths[index], states)
-                progress.advance(sum(map(len, rows)))
+            for batch in batches:
+                for index, arrays in zip(batch, next(states), strict=True):
+                    harvested[index] = _bring_together(conversations[index], lengths[index], arrays)
+                progress.advance(sum(lengths[index] for index in batch))
             for index in shard:
                 writer.append(harvested.pop(index))
 
 
-def _bring_together(
-    conversation: Conversation, length: int, states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> HarvestedConversation:
-    taps, final, argmax = states
+def _prepare(
+    section: TargetSection, dtype: str, taps: tuple[int, ...]
+) -> Callable[[list[Sequence[int]]], list[Arrays]]:
+    """Load the target; the work is a batch's states in bf16, as arrays of their bits (cheap to send between processes)."""
+    target = load_target(section, dtype)
+
+    def work(rows: list[Sequence[int]]) -> list[Arrays]:
+        return [
+            (_bits(tapped), _bits(final), argmax.numpy())
+            for tapped, final, argmax in forward_states(target, rows, taps)
+        ]
+
+    return work
+
+
+def _bits(states: torch.Tensor) -> np.ndarray:
+    return states.to(torch.bfloat16).view(torch.int16).numpy()
+
+
+def _bring_together(conversation: Conversation, length: int, arrays: Arrays) -> HarvestedConversation:
+    taps, final, argmax = (torch.from_numpy(array) for array in arrays)
     return HarvestedConversation(
         id=conversation.id,
         input_ids=torch.tensor(conversation.input_ids[:length]),
         generated=conversation.generated_mask()[:length],
-        taps=taps.to(torch.bfloat16),
-        final=final.to(torch.bfloat16),
+        taps=taps.view(torch.bfloat16),
+        final=final.view(torch.bfloat16),
         argmax=argmax,
         greedy=conversation.greedy,
         mean_logprob=conversation.mean_logprob,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,3 +213,12 @@ def test_a_trunk_whose_norm_is_not_its_output_is_refused(tiny: Path, monkeypatch
     monkeypatch.setattr(type(target.trunk), "forward", twice)
     with pytest.raises(DraftsmithError, match="final norm"):
         forward_states(target, [[1, 2, 3]], TAPS)
+
+
+def test_workers_harvest_the_same_bytes(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    synthesize(config, "train")
+    alone = {file.name: file.read_bytes() for file in harvest(config, "train").glob("*.safetensors")}
+    shutil.rmtree(config.store("train"))
+    together = make_config(harvest__workers=2)
+    assert {file.name: file.read_bytes() for file in harvest(together, "train").glob("*.safetensors")} == alone
