@@ -144,7 +144,7 @@ def test_a_second_run_writes_nothing_and_says_so(
     config = make_config()
     path = synthesize(config, "train")
     before = (path.stat().st_mtime_ns, summary_file(config, "train").stat().st_mtime_ns)
-    monkeypatch.setattr("draftsmith.data.synthesize.load_target", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("draftsmith.data.answering.load_target", lambda *_: pytest.fail("weights were loaded"))
     assert synthesize(config, "train") == path
     assert (path.stat().st_mtime_ns, summary_file(config, "train").stat().st_mtime_ns) == before
     assert "complete already" in capsys.readouterr().err
