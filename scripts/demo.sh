@@ -25,9 +25,7 @@ draftsmith plan $config
 step synthesize draftsmith synthesize $config
 step vocab draftsmith vocab $config
 step harvest draftsmith harvest $config
-# Two processes of one thread train faster than one of two threads: the drafter's products are small.
-step train env OMP_NUM_THREADS=$((OMP_NUM_THREADS > 1 ? OMP_NUM_THREADS / 2 : 1)) \
-    accelerate launch --config_file configs/accelerate/ddp.yaml --main_process_port 0 -m draftsmith.train --config $config
+step train draftsmith train $config
 step evaluate draftsmith evaluate $config
 step convert draftsmith convert $run/train --target $target --out $run/drafter --overwrite
 step verify draftsmith verify $run/drafter --target $target --store $run/harvest/train --deep
