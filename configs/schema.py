@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,10 +15,13 @@ from draftsmith.configs.errors import DraftsmithError
 PRESETS = Path(__file__).parent / "presets"
 
 
-class Section(BaseModel):
-    """Base of every section: unknown keys are refused, values never change after reading."""
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+class Section(BaseModel):
+    """Base of every section: unknown keys and infinite values are refused, values never change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -122,7 +125,7 @@ class TrainSection(Section):
     min_learning_rate_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     warmup_ratio: float = Field(default=0.02, ge=0.0, le=1.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     grad_clip: float = Field(default=1.0, gt=0.0, description="largest global gradient norm")
     mixed_precision: Literal["no", "bf16"] | None = Field(
         default=None,
@@ -213,6 +216,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise DraftsmithError(f"the configuration is not valid YAML: {error}", where=file) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DraftsmithError(f"the configuration cannot be read: {error}", where=file) from None
     if not isinstance(values, dict):
         raise DraftsmithError(
             "the configuration holds no mapping",
@@ -223,7 +228,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(values, override)
     try:
-        return RunConfig(**values)
+        return RunConfig.model_validate(values)
     except ValidationError as error:
         raise _explain(error, file) from None
 
@@ -261,6 +266,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
     node = values
     for key in keys[:-1]:
         child = node.setdefault(key, {})
+        if child is None:  # `train:` with nothing below it
+            child = node[key] = {}
         if not isinstance(child, dict):
             raise DraftsmithError("an override goes below a plain value", found=override, where=key)
         node = child

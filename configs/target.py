@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from draftsmith.configs.drafter import DrafterSpec, RopeSpec, default_taps
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json, sha256_file, sha256_json
@@ -191,9 +193,14 @@ def default_drafter(target: Target, draft_vocab_size: int, **changes: Any) -> Dr
     values |= {key: value for key, value in changes.items() if value is not None}
     try:
         return DrafterSpec(**values)
-    except ValueError as error:
+    except ValidationError as error:
+        faults = [
+            ".".join(map(str, fault["loc"])) + ": " * bool(fault["loc"]) + fault["msg"].removeprefix("Value error, ")
+            for fault in error.errors()
+        ]
         raise DraftsmithError(
-            f"no drafter of these dimensions can be served: {error}", where="drafter section of the configuration"
+            f"no drafter of these dimensions can be served: {'; '.join(faults)}",
+            where="the configuration: drafter section, target.taps, vocab.size",
         ) from None
 
 

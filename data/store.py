@@ -122,7 +122,7 @@ def read_manifest(path: Path) -> StoreManifest:
     """
     file = path / MANIFEST
     mend = "draftsmith harvest CONFIG"
-    content = read_json(file, what="the store's manifest", mend=mend)
+    content = read_json(file, what="the store's manifest", mend=f"rm -r {path}; {mend}" if file.is_file() else mend)
     if content.get("schema_version") != SCHEMA_VERSION:
         raise DraftsmithError(
             "the store has another schema version",

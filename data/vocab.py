@@ -78,19 +78,20 @@ class DraftVocab:
         """
         if not path.is_file():
             raise DraftsmithError("the draft vocabulary is missing", where=path, mend=MEND)
+        mend = f"rm {path}; {MEND}"
         try:
             with safe_open(path, framework="pt") as handle:
                 note = json.loads((handle.metadata() or {}).get("draftsmith", "{}"))
                 tensors = {name: handle.get_tensor(name) for name in ("d2t", "t2d", "counts")}
         except (SafetensorError, json.JSONDecodeError) as error:
-            raise DraftsmithError(f"the draft vocabulary cannot be read: {error}", where=path, mend=MEND) from None
+            raise DraftsmithError(f"the draft vocabulary cannot be read: {error}", where=path, mend=mend) from None
         if note.get("schema_version") != 1:
             raise DraftsmithError(
                 "the draft vocabulary has another schema version",
                 where=path,
                 found=note.get("schema_version"),
                 expected=1,
-                mend=MEND,
+                mend=mend,
             )
         check_maps(tensors["d2t"], tensors["t2d"], where=path)
         counts = tensors["counts"]
@@ -100,7 +101,7 @@ class DraftVocab:
                 where=path,
                 found=f"{counts.dtype} {tuple(counts.shape)}",
                 expected=f"non-negative torch.int64 {tuple(tensors['t2d'].shape)}",
-                mend=MEND,
+                mend=mend,
             )
         return cls(**tensors, source=note["source"], target=note["target"])
 
@@ -111,6 +112,7 @@ def check_maps(d2t: torch.Tensor, t2d: torch.Tensor, *, where: object = None) ->
     Raises:
         DraftsmithError: names the map and the first draft id at fault.
     """
+    mend = MEND if where is None else f"rm {where}; {MEND}"
     for name, tensor, dtype in (("d2t", d2t, torch.int64), ("t2d", t2d, torch.bool)):
         if tensor.dtype != dtype or tensor.dim() != 1:
             raise DraftsmithError(
@@ -118,7 +120,7 @@ def check_maps(d2t: torch.Tensor, t2d: torch.Tensor, *, where: object = None) ->
                 where=where,
                 found=f"{tensor.dtype} {tuple(tensor.shape)}",
                 expected=f"{dtype}, one dimension",
-                mend=MEND,
+                mend=mend,
             )
     ids = torch.arange(len(d2t)) + d2t
     expected = t2d.nonzero()[:, 0]
@@ -128,7 +130,7 @@ def check_maps(d2t: torch.Tensor, t2d: torch.Tensor, *, where: object = None) ->
             where=where,
             found=f"d2t {len(ids):,}",
             expected=f"t2d {len(expected):,}",
-            mend=MEND,
+            mend=mend,
         )
     if not torch.equal(ids, expected):
         draft = int((ids != expected).nonzero()[0, 0])
@@ -137,7 +139,7 @@ def check_maps(d2t: torch.Tensor, t2d: torch.Tensor, *, where: object = None) ->
             where=where,
             found=int(ids[draft]),
             expected=int(expected[draft]),
-            mend=f"{MEND} (d2t holds offsets, not target ids)",
+            mend=f"{mend} (d2t holds offsets, not target ids)",
         )
 
 

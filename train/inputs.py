@@ -68,7 +68,7 @@ def read_inputs(config: RunConfig) -> Inputs:
             where=config.vocab_file,
             found=f"{len(vocab.t2d)} target ids",
             expected=target.vocab_size,
-            mend="draftsmith vocab CONFIG",
+            mend=f"rm {config.vocab_file}; draftsmith vocab CONFIG",
         )
     return Inputs(target, train, heldout, vocab, vocab.target_ids, spec)
 

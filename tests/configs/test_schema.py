@@ -29,6 +29,8 @@ def test_overrides_win_over_the_file(tmp_path):
         ("train.epochs=many", ["train.epochs", "'many'"]),
         ("train.epochs=0", ["train.epochs", "greater than 0"]),
         ("train.epochs", ["section.key=value"]),
+        ("train.betas=[0.9, 1]", ["train.betas.1", "less than 1"]),
+        ("train.learning_rate=.inf", ["train.learning_rate", "finite"]),
         ("name.x=1", ["below a plain value"]),
         ("name=../../elsewhere", ["name"]),
         ("train.learning_rate=[", ["not valid YAML"]),
@@ -53,6 +55,23 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path):
     file.write_text("- a\n- b\n")
     with pytest.raises(DraftsmithError, match="no mapping"):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xff\xfe\x00", "cannot be read"), (b"name: a\ntarget: {path: t}\n1: 2\n", "1: ")],
+)
+def test_nonsense_in_a_file_is_refused(tmp_path, content, words):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(DraftsmithError, match=words):
+        load_config(file)
+
+
+def test_an_override_fills_a_section_that_the_file_leaves_empty(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("name: a\ntarget: {path: t}\ntrain:\n")
+    assert load_config(file, ["train.epochs=3"]).train.epochs == 3
 
 
 def test_a_missing_required_key_is_named(tmp_path):

@@ -175,3 +175,10 @@ def test_the_plan_of_kimi_k25_matches_its_published_figures():
         == 7168 * 21504 + 3 * 8192 * 14336 + 7168 * 8192 + 3 * 18432 * 7168 + 4 * 7168 + 32000 * 7168
     )
     assert plan.store_bytes // plan.tokens == 57_344 + 9
+
+
+def test_a_drafter_that_cannot_be_served_is_refused_in_words():
+    config = load_config("kimi-k2.5", ["target.taps=[2, 30, 61]"])
+    with pytest.raises(DraftsmithError, match=r"taps \[2, 30, 61\] must ascend within 0\.\.60") as error:
+        make_plan(config, 1, 1, 1)
+    assert "pydantic" not in str(error.value)

@@ -184,6 +184,14 @@ def test_another_schema_version_is_named(store: Path) -> None:
         HarvestReader(store)
 
 
+def test_a_damaged_manifest_is_deleted_to_mend_it_and_a_missing_one_is_not(store: Path, tmp_path: Path) -> None:
+    (store / "manifest.json").write_text("{")
+    with pytest.raises(DraftsmithError, match=r"not valid JSON(.|\n)*mend: rm -r .*; draftsmith harvest"):
+        HarvestReader(store)
+    with pytest.raises(DraftsmithError, match=r"is missing(.|\n)*mend: draftsmith harvest"):
+        HarvestReader(tmp_path / "absent")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
