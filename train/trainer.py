@@ -41,7 +41,7 @@ def train(config: RunConfig) -> Path:
 
     Raises:
         DraftsmithError: inputs that are missing or do not fit, a teacher that the guard refuses, a checkpoint of
-            another run, or a loss that is not finite.
+            another run, or a loss or gradient that is not finite.
     """
     inputs = read_inputs(config)
     settings = config.train
@@ -208,7 +208,9 @@ class _Run:
         loss, right, chain, outside = (summed / torch.tensor(self.counts, device=summed.device).clamp(min=1)).tolist()
         total = sum(self.settings.step_decay**i * value for i, value in enumerate(loss))
         if not math.isfinite(total):
-            self._stop_diverged(done, total)
+            self._stop_diverged(done, "loss", total)
+        if not math.isfinite(norm):
+            self._stop_diverged(done, "gradient's norm", norm)
         self.sums.zero_()
         supervised = self.counts[0]
         self.counts = [0] * len(self.counts)
@@ -218,12 +220,12 @@ class _Run:
             "grad_norm": norm, "learning_rate": rate, "tokens_per_second": tokens / seconds, "waiting": waited / seconds,
         }  # fmt: skip
 
-    def _stop_diverged(self, done: int, total: float) -> None:
+    def _stop_diverged(self, done: int, label: str, value: float) -> None:
         epoch, windows = self.loader.plan[done - 1]
         raise DraftsmithError(
-            "training stopped: the loss is not finite",
+            f"training stopped: the {label} is not finite",
             where=f"step {done} (epoch {epoch}), conversations {[self.inputs.train.ids[w.conversation] for w in windows][:8]}",
-            found=total,
+            found=value,
             mend="lower train.learning_rate; the last checkpoint is untouched",
         )
 
