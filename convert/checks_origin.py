@@ -84,7 +84,8 @@ def _store(subject: Subject) -> Iterator[Check]:
     assert subject.store is not None
     file = subject.store / "manifest.json"
     manifest = read_json(file, what="the store's manifest", mend="name a store that harvest wrote")
-    taps = tuple(manifest.get("taps") or ())
+    listed = manifest.get("taps")
+    taps = tuple(listed) if isinstance(listed, list) else ()
     ours = subject.trained_taps or (subject.spec.taps if subject.spec else None)
     convention = manifest.get("tap_convention")
     if convention != "layer-input":

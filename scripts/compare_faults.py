@@ -102,6 +102,8 @@ def paired_interval(
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     try:
         main()
     except DraftsmithError as error:

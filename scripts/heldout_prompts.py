@@ -35,6 +35,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     try:
         main()
     except DraftsmithError as error:

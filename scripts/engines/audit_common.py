@@ -23,6 +23,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     for folder in (options.target, *options.drafter):
         if not (folder / "config.json").is_file():
             serve_common.fail(f"{folder}: no config.json there; expected a model folder")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     return options
 
 
