@@ -16,6 +16,6 @@ def planned_conversations(config: RunConfig) -> tuple[int, int, int | None]:
     prompts, file = select_prompts(config, "train"), summary_file(config, "train")
     if file.is_file():
         summary = read_json(file, what="the summary of the conversations")
-        if summary["complete"] and summary["prompts"] == prompts_hash(prompts):
+        if summary.get("complete") and summary.get("prompts") == prompts_hash(prompts):
             return summary["conversations"], summary["turns"], summary["tokens"]
     return len(prompts), sum(len(prompt.turns) for prompt in prompts), None

@@ -55,7 +55,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
     digest = prompts_hash(prompts)
     if path.is_file():
         summary = read_json(summary_path, what="the summary of the conversations")
-        if summary["complete"] and summary["prompts"] == digest:
+        if summary.get("complete") and summary.get("prompts") == digest:
             closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
             return path
 
@@ -110,7 +110,7 @@ def finished_conversations(config: RunConfig, split: Split) -> list[Conversation
     mend = "draftsmith synthesize CONFIG"
     if not path.is_file():
         raise DraftsmithError(f"the {split} conversations are missing", where=path, mend=mend)
-    if summary_path.is_file() and not read_json(summary_path, what="the summary")["complete"]:
+    if summary_path.is_file() and not read_json(summary_path, what="the summary").get("complete"):
         raise DraftsmithError(f"the {split} conversations are unfinished", where=path, mend=mend)
     conversations = list(read_conversations(path))
     if not conversations:
@@ -179,7 +179,8 @@ def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, A
         return
     found = read_json(
         summary_path, what="the summary of the conversations", mend=f"rm {path}, or put its summary back"
-    )["settings"]
+    ).get("settings")
+    found = found if isinstance(found, dict) else {}
     for key, value in settings.items():
         if found.get(key) != value:
             raise DraftsmithError(

@@ -37,7 +37,7 @@ def side_by_side(
         setting: the configuration's key that holds `workers`, for the error.
 
     Raises:
-        DraftsmithError: a worker died.
+        DraftsmithError: what `prepare` or the work raises, or a worker died.
     """
     workers = min(workers, len(tasks))
     if workers <= 1:
@@ -79,7 +79,17 @@ def _start(prepare: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, .
 
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
-    _work = prepare(*arguments)
+    try:
+        _work = prepare(*arguments)
+    except DraftsmithError as error:  # would otherwise break the pool and hide what is wrong
+        _work = _refuse(error)
+
+
+def _refuse(fault: DraftsmithError) -> Callable[[Any], Any]:
+    def work(task: Any) -> Any:
+        raise fault
+
+    return work
 
 
 def _do(task: Any) -> Any:

@@ -222,3 +222,15 @@ def test_workers_write_the_same_bytes(make_config: Callable[..., RunConfig], tmp
     alone = synthesize(make_config(), "train").read_bytes()
     together = make_config(name="together", synthesize__workers=2)
     assert synthesize(together, "train").read_bytes() == alone
+
+
+def test_a_summary_that_says_nothing_is_refused_in_words(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    summary_file(config, "train").parent.mkdir(parents=True)
+    summary_file(config, "train").write_text("{}")
+    config.conversations("train").write_text("")
+    assert planned_conversations(config)[2] is None
+    with pytest.raises(DraftsmithError, match="unfinished"):
+        finished_conversations(config, "train")
+    with pytest.raises(DraftsmithError, match=r"made with another(.|\n)*mend: (.|\n)*rm "):
+        synthesize(config, "train")
