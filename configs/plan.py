@@ -75,6 +75,7 @@ def describe(plan: Plan, config: RunConfig) -> list[tuple[str, str]]:
     """The plan as label and text, in the order in which a person reads it."""
     target, spec = plan.target, plan.spec
     bound = "" if plan.tokens_exact else "at most "
+    roughly = "about " if plan.tokens_exact else "at most "  # whole windows leave some of a step's tokens unused
     heads = f"{spec.num_attention_heads}/{spec.num_key_value_heads} heads of {spec.head_dim}"
     return [
         ("target", f"{target.architecture}, {target.num_layers} layers, hidden {target.hidden_size}, vocabulary {target.vocab_size:,}"),
@@ -86,7 +87,7 @@ def describe(plan: Plan, config: RunConfig) -> list[tuple[str, str]]:
         ("conversations", f"{plan.conversations:,} ({bound}{plan.tokens:,} tokens)"),
         ("disk", f"{bound}{size(plan.store_bytes)} of hidden states ({plan.store_bytes // max(1, plan.tokens):,} bytes a token)"),
         ("memory", f"{size(plan.training_bytes)} for weights, gradients and AdamW on one process, activations aside"),
-        ("training", f"{config.train.epochs} epochs, {bound}{plan.optimiser_steps:,} steps of {config.train.batch_tokens:,} tokens, {config.train.unroll_steps} unroll steps"),
+        ("training", f"{config.train.epochs} epochs, {roughly}{plan.optimiser_steps:,} steps of {config.train.batch_tokens:,} tokens, {config.train.unroll_steps} unroll steps"),
         ("writes", str(config.folder)),
     ]  # fmt: skip
 
