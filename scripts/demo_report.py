@@ -16,12 +16,10 @@ from draftsmith.configs.files import read_json, write_json
 def main() -> None:
     """Print the table and where everything lies."""
     run, served_file = Path(sys.argv[1]), Path(sys.argv[2])
-    replayed = sorted(run.glob("evaluate-*.json"), key=lambda file: file.stat().st_mtime)
-    if not replayed:
-        raise DraftsmithError(
-            "the converted drafter was not evaluated", where=run, mend="draftsmith evaluate CONFIG --drafter DIR"
-        )
-    predicted = read_json(replayed[-1], what="the evaluation")["as_served"]
+    replayed = run / f"evaluate-{served_file.stem.removeprefix('serve-')}.json"
+    predicted = read_json(
+        replayed, what="the served version's evaluation", mend="draftsmith evaluate CONFIG --drafter DIR"
+    )["as_served"]
     result = read_json(served_file, what="the served result")
     served = result["spec"]
     seconds = {
