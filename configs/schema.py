@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from draftsmith.configs.errors import DraftsmithError
+
+HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
+"""A path in which `~` is the home folder."""
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -27,7 +30,7 @@ class Section(BaseModel):
 class TargetSection(Section):
     """The model whose hidden states are harvested."""
 
-    path: Path = Field(description="folder with config.json, tokenizer and safetensors weights")
+    path: HomePath = Field(description="folder with config.json, tokenizer and safetensors weights")
     taps: tuple[int, ...] | None = Field(default=None, description="layer-input indices; none: [2, L//2, L-3]")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="auto: the dtype its config names"
@@ -158,7 +161,7 @@ class RunConfig(Section):
     """One run, from prompts to an exported drafter. Every verb reads the same file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    runs: Path = Field(default=Path("runs"), description="the run writes into runs/NAME and nowhere else")
+    runs: HomePath = Field(default=Path("runs"), description="the run writes into runs/NAME and nowhere else")
     target: TargetSection
     prompts: PromptsSection = PromptsSection()
     synthesize: SynthesizeSection = SynthesizeSection()

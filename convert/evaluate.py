@@ -32,7 +32,8 @@ def evaluate(
         as_json: print the result on standard output instead of a table.
 
     Returns:
-        The JSON file: `evaluate.json` of the run, or `evaluate-<folder>.json` for a named drafter.
+        The JSON file in the run's folder: `evaluate.json`, or `evaluate-DRAFTER-on-STORE.json` with the names of the
+        folders that were given.
     """
     target = read_target(config.target.path)
     reader = HarvestReader(store or config.store("heldout"))
@@ -41,7 +42,12 @@ def evaluate(
     chains = drafter_chains(canonical, target, reader, config)
     categories = _categories(config, reader) if store is None else None
     evaluation = summarize(chains, config.evaluate.draft_steps, categories)
-    result = config.folder / (f"evaluate-{drafter.resolve().name}.json" if drafter else "evaluate.json")
+    parts = [
+        "evaluate",
+        *([drafter.resolve().name] if drafter else []),
+        *(["on", store.resolve().name] if store else []),
+    ]
+    result = config.folder / f"{'-'.join(parts)}.json"
     content: dict[str, Any] = {
         "drafter": str(canonical.origin),
         "dialect": canonical.dialect,

@@ -33,6 +33,9 @@ from draftsmith.train.report import draw_curves
 from draftsmith.train.tracking import Tracker
 from draftsmith.train.unroll import StepResult, Unroll, loss_coefficients
 
+FREE_TO_CHANGE = {"log_with", "log_every", "save_every", "evaluate_every", "keep_checkpoints", "guard_threshold"}
+"""Settings that a resumed run may change: they touch neither the order of the data nor the maths."""
+
 
 def train(config: RunConfig) -> Path:
     """Train a drafter as `config` says, going on from the newest checkpoint of the run if there is one.
@@ -78,10 +81,9 @@ def train(config: RunConfig) -> Path:
     provenance = inputs.provenance(config)
     run_hash = sha256_json(
         {
-            "config": settings.model_dump(mode="json"),
+            "settings": settings.model_dump(mode="json", exclude=FREE_TO_CHANGE),
             "spec": inputs.spec.model_dump(mode="json"),
-            **provenance,
-            "target_path": None,
+            **{key: value for key, value in provenance.items() if key not in ("tool_version", "target_path")},
         }
     )
     first = saving.load_state(accelerator, config.training, run_hash)

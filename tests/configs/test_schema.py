@@ -79,3 +79,9 @@ def test_a_missing_required_key_is_named(tmp_path):
     file.write_text("name: a\n")
     with pytest.raises(DraftsmithError, match="target: missing"):
         load_config(file)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config("demo", ["runs=~/runs", "target.path=~/target"])
+    assert (config.runs, config.target.path) == (tmp_path / "runs", tmp_path / "target")
