@@ -102,10 +102,19 @@ def load_state(accelerator: Accelerator, folder: Path, run_hash: str) -> int:
         DraftsmithError: the checkpoint belongs to another run (configuration, data or draft vocabulary), or was
             written by another number of processes in a way that cannot be restored.
     """
-    found = checkpoints(folder)
-    if not found:
+    newest = max(checkpoints(folder), default=None)
+    step = int(newest.name.removeprefix(PREFIX)) if newest else 0
+    everywhere = accelerator.gather(torch.tensor([step], device=accelerator.device)).tolist()
+    if len(set(everywhere)) > 1:
+        raise DraftsmithError(
+            "the processes do not see the same checkpoints",
+            where=folder,
+            found=f"newest steps {everywhere}",
+            expected="one run folder for all machines",
+            mend="put `runs` on storage that all machines share",
+        )
+    if newest is None:
         return 0
-    newest = found[-1]
     state = read_json(newest / "trainer.json", what="the checkpoint's trainer.json", mend=f"rm -r {newest}")
     if state.get("run") != run_hash:
         raise DraftsmithError(
@@ -124,7 +133,7 @@ def load_state(accelerator: Accelerator, folder: Path, run_hash: str) -> int:
             mend=f"launch with {state.get('processes')} processes",
         )
     accelerator.load_state(str(newest / "state"))
-    return int(state["step"])
+    return step
 
 
 def rotate(folder: Path, keep: int) -> None:
@@ -147,20 +156,34 @@ def mark_best(folder: Path, checkpoint: Path, accept_length: float) -> None:
     write_json(mark, {"checkpoint": checkpoint.name, "accept_length": accept_length})
 
 
+def mark_best_again(folder: Path) -> None:
+    """Mark from what the checkpoints themselves record, in case a run was killed between writing one and marking it."""
+    for checkpoint in checkpoints(folder):
+        measured = read_drafter_record(checkpoint)[1].get("accept_length")
+        if isinstance(measured, dict):
+            mark_best(folder, checkpoint, float(measured["accept_length"]))
+
+
 def read_drafter(checkpoint: Path) -> tuple[DrafterSpec, dict[str, Tensor], dict[str, Any]]:
     """Spec, tensors (float32, d2t, t2d) and provenance of a checkpoint of ours."""
     from safetensors.torch import load_file
 
-    described = read_json(
-        checkpoint / "drafter" / "drafter.json", what="the checkpoint's drafter.json", mend="draftsmith train CONFIG"
-    )
+    spec, provenance = read_drafter_record(checkpoint)
+    return spec, load_file(checkpoint / "drafter" / "model.safetensors"), provenance
+
+
+def read_drafter_record(checkpoint: Path) -> tuple[DrafterSpec, dict[str, Any]]:
+    """Spec and provenance of a checkpoint of ours.
+
+    Raises:
+        DraftsmithError: drafter.json is missing or damaged.
+    """
+    file = checkpoint / "drafter" / "drafter.json"
+    described = read_json(file, what="the checkpoint's drafter.json", mend="draftsmith train CONFIG")
     try:
-        spec = DrafterSpec(**described["spec"])
+        return DrafterSpec(**described["spec"]), described.get("provenance", {})
     except (KeyError, TypeError, ValueError) as error:
-        raise DraftsmithError(
-            f"the checkpoint's drafter.json is damaged: {error}", where=checkpoint / "drafter" / "drafter.json"
-        ) from None
-    return spec, load_file(checkpoint / "drafter" / "model.safetensors"), described.get("provenance", {})
+        raise DraftsmithError(f"the checkpoint's drafter.json is damaged: {error}", where=file) from None
 
 
 def append_metrics(file: Path, row: dict[str, Any]) -> None:

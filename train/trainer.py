@@ -90,6 +90,7 @@ def train(config: RunConfig) -> Path:
     metrics = config.training / "metrics.jsonl"
     if accelerator.is_main_process:
         saving.truncate_metrics(metrics, first)
+        saving.mark_best_again(config.training)
         agreement = (
             "no greedy text" if report.agreement is None else f"{report.agreement:.1%} of greedy tokens reproduced"
         )

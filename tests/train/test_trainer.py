@@ -208,7 +208,10 @@ def test_a_finished_run_is_left_as_it_is(copy):
     config = load_config(copy(), ["train.epochs=1"])
     train(config)
     before = {p: p.read_bytes() for p in config.training.rglob("*.safetensors")}
+    marked = (config.training / "best.json").read_bytes()
+    (config.training / "best.json").unlink()  # as if killed before the mark
     train(config)
+    assert (config.training / "best.json").read_bytes() == marked
     assert {p: p.read_bytes() for p in config.training.rglob("*.safetensors")} == before
 
 
