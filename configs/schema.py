@@ -130,9 +130,9 @@ class TrainSection(Section):
     weight_decay: float = Field(default=0.0, ge=0.0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     grad_clip: float = Field(default=1.0, gt=0.0, description="largest global gradient norm")
-    mixed_precision: Literal["no", "bf16"] | None = Field(
+    precision: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="products in bf16, weights in float32; none: the launcher's, else bf16 on a GPU and no on a CPU",
+        description="of matrix products, weights staying float32; none: the launcher's, else bfloat16 on a GPU and float32 on a CPU",
     )
     seed: int = 0
     save_every: int = Field(default=200, gt=0, description="optimiser steps between checkpoints")

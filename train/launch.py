@@ -9,24 +9,29 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 
-def make_accelerator(mixed_precision: str | None) -> Accelerator:
+def make_accelerator(precision: str | None) -> Accelerator:
     """Accelerator from the environment that `accelerate launch` sets (or from nothing: one process).
 
     Without a GPU, DeepSpeed needs gloo named (accelerate leaves the back end open and then believes in one process),
     while DDP needs `cpu=True`.
 
     Args:
-        mixed_precision: `no` or `bf16`; none: what the launcher names, else bf16 on a GPU and no on a CPU.
+        precision: `float32` or `bfloat16`; none: what the launcher names, else bfloat16 on a GPU and float32 on a CPU.
     """
-    named = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-    precision = named or ("bf16" if torch.cuda.is_available() else "no")
-    common: dict[str, Any] = {"mixed_precision": precision, "step_scheduler_with_optimizer": False}
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or ("bf16" if torch.cuda.is_available() else "no")
+    mixed = {None: launched, "float32": "no", "bfloat16": "bf16"}[precision]
+    common: dict[str, Any] = {"mixed_precision": mixed, "step_scheduler_with_optimizer": False}
     if torch.cuda.is_available():
-        return Accelerator(**common)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        accelerator = Accelerator(**common)
+    elif os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         _no_compiled_communication()
-        return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **common)
-    return Accelerator(cpu=True, **common)
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **common)
+    else:
+        accelerator = Accelerator(cpu=True, **common)
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:  # DeepSpeed asks for a batch size; ours is one packed batch a process
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+    return accelerator
 
 
 def _no_compiled_communication() -> None:

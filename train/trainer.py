@@ -56,7 +56,7 @@ def train(config: RunConfig) -> Path:
         inputs.target.rms_norm_eps,
         settings.guard_threshold,
     )
-    accelerator = make_accelerator(settings.mixed_precision)
+    accelerator = make_accelerator(settings.precision)
     torch.manual_seed(settings.seed)
     embedding = inputs.target.require("embedding").load().float()
     drafter = build_drafter(inputs.spec, inputs.target, embedding, inputs.targets, settings)
