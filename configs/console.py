@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -22,6 +22,8 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
+
+from draftsmith.configs.errors import DraftsmithError
 
 WIDTH = None if sys.stdout.isatty() else 120
 """Columns of a table in a file or a pipe, where no terminal says how wide it is."""
@@ -91,6 +93,16 @@ def report_error(error: Exception) -> None:
     """A fault of the inputs, in red and to the letter."""
     console.print("[red]error[/red]", end=" ")
     console.print(str(error), markup=False, highlight=False)
+
+
+def run_script(main: Callable[[], None], usage: str | None, needed: int) -> None:
+    """Run a script's `main`: its usage where fewer than `needed` arguments are given, a fault of the inputs in words."""
+    if len(sys.argv) <= needed:
+        sys.exit(usage)
+    try:
+        main()
+    except DraftsmithError as error:
+        sys.exit(f"error: {error}")
 
 
 def closing(wrote: str, following: str | None = None) -> None:

@@ -15,8 +15,7 @@ import sys
 
 import numpy as np
 
-from draftsmith.configs.console import out, table
-from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.console import out, run_script, table
 from draftsmith.configs.files import write_json
 from draftsmith.configs.schema import RunConfig, load_config
 from draftsmith.configs.target import read_target
@@ -102,9 +101,4 @@ def paired_interval(
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    try:
-        main()
-    except DraftsmithError as error:
-        sys.exit(f"error: {error}")
+    run_script(main, __doc__, 1)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from draftsmith.configs.console import out, table
-from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.console import out, run_script, table
 from draftsmith.configs.files import read_json, write_json
 
 
@@ -65,9 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    try:
-        main()
-    except DraftsmithError as error:
-        sys.exit(f"error: {error}")
+    run_script(main, __doc__, 2)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from draftsmith.configs.console import console
-from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.console import console, run_script
 from draftsmith.configs.files import write_json
 from draftsmith.configs.schema import load_config
 from draftsmith.data.chat import ChatFormat
@@ -35,9 +34,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    try:
-        main()
-    except DraftsmithError as error:
-        sys.exit(f"error: {error}")
+    run_script(main, __doc__, 2)
