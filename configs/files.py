@@ -88,6 +88,18 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def remove_folder(path: Path) -> None:
+    """Delete a folder that others may read: it loses its name in one step, then its files go.
+
+    A process killed midway leaves a sibling whose name has TEMPORARY_MARK, never a folder that lacks some files.
+    """
+    if not path.exists():
+        return
+    aside = path.with_name(f".{path.name}{TEMPORARY_MARK}gone-{uuid.uuid4().hex[:8]}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def sweep_unfinished(path: Path) -> None:
     """Clear what killed processes left beside `path` while they wrote it, once untouched for STALE_SECONDS.
 

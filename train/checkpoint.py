@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import TEMPORARY_MARK, fsync_path, read_json, write_json
+from draftsmith.configs.files import TEMPORARY_MARK, fsync_path, read_json, remove_folder, write_json
 
 PREFIX = "checkpoint-"
 SCHEMA = 1
@@ -88,7 +88,7 @@ def save_checkpoint(
     if accelerator.is_main_process:
         for entry in temporary.rglob("*"):
             fsync_path(entry)
-        shutil.rmtree(final, ignore_errors=True)
+        remove_folder(final)
         temporary.rename(final)
         fsync_path(folder)
     accelerator.wait_for_everyone()
@@ -141,7 +141,7 @@ def rotate(folder: Path, keep: int) -> None:
     best = best_checkpoint(folder)
     for old in checkpoints(folder)[:-keep]:
         if old != best:
-            shutil.rmtree(old)
+            remove_folder(old)
     for leftover in folder.glob(f".*{TEMPORARY_MARK}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from draftsmith.configs import files
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import STALE_SECONDS, TEMPORARY_MARK, atomic_file, atomic_folder, sweep_unfinished
 
@@ -69,3 +70,20 @@ def test_a_folder_moved_aside_and_never_replaced_goes_back(tmp_path):
     (aside / "x").write_text("x")
     sweep_unfinished(tmp_path / "a")
     assert (tmp_path / "a" / "x").read_text() == "x"
+
+
+def test_a_folder_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    """A process killed while it deletes must not leave a folder that looks whole to the next reader."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "weights").write_text("w")
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        files.remove_folder(folder)
+    assert not folder.exists()
+    (left,) = tmp_path.iterdir()
+    assert files.TEMPORARY_MARK in left.name and (left / "weights").read_text() == "w"
+    monkeypatch.undo()
+    files.remove_folder(left)
+    files.remove_folder(folder)
+    assert not list(tmp_path.iterdir())
