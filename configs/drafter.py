@@ -11,6 +11,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Architecture = Literal["LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"]
+"""The two EAGLE-3 classes that SGLang and vLLM both know: grouped-query attention, and DeepSeek's latent attention."""
+
+LLAMA: Architecture = "LlamaForCausalLMEagle3"
+MLA: Architecture = "Eagle3DeepseekV2ForCausalLM"
+
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 """The layer's norms: of the token embedding, of the incoming hidden state, and of the MLP's input."""
 
@@ -23,11 +29,30 @@ class RopeSpec(BaseModel):
     scaling: dict[str, Any] | None = None
 
 
-class DrafterSpec(BaseModel):
-    """Everything that a drafter is, besides the values of its tensors."""
+class MlaSpec(BaseModel):
+    """Dimensions of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    A head's query and key are qk_nope_head_dim values without position and qk_rope_head_dim rotated ones.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    architecture: Literal["LlamaForCausalLMEagle3"] = "LlamaForCausalLMEagle3"
+    q_lora_rank: int = Field(gt=0)
+    kv_lora_rank: int = Field(gt=0)
+    qk_nope_head_dim: int = Field(gt=0)
+    qk_rope_head_dim: int = Field(gt=0)
+    v_head_dim: int = Field(gt=0)
+    rope_interleave: bool = Field(default=True, description="rotated pairs are neighbours (2j, 2j+1), not halves")
+
+
+class DrafterSpec(BaseModel):
+    """Everything that a drafter is, besides the values of its tensors.
+
+    An MLA drafter has `head_dim` = mla.qk_rope_head_dim, the part of a head that RoPE turns, and as many key-value
+    heads as heads.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    architecture: Architecture = LLAMA
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
     num_attention_heads: int = Field(gt=0)
@@ -44,6 +69,10 @@ class DrafterSpec(BaseModel):
     trained_length: int | None = Field(default=None, description="longest position seen in training")
     fc_norm: bool = Field(default=False, description="EAGLE-3.1: an RMSNorm of its own on each tap before fc")
     norm_output: bool = Field(default=False, description="EAGLE-3.1: recurrence passes on the post-norm hidden state")
+    norm_before_fc: bool = Field(default=False, description="one RMSNorm over the concatenated taps before fc")
+    norm_before_residual: bool = Field(default=False, description="the residual is the normed hidden state; vLLM alone")
+    fc_bias: bool = Field(default=False, description="fc has a bias; SGLang alone serves it")
+    mla: MlaSpec | None = Field(default=None, description="latent attention; None: grouped-query attention")
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterSpec:
@@ -55,6 +84,15 @@ class DrafterSpec(BaseModel):
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding turns pairs")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
+        if (self.mla is not None) != (self.architecture == MLA):
+            raise ValueError(f"{MLA} and the dimensions in `mla` go together")
+        if self.mla is not None:
+            if self.head_dim != self.mla.qk_rope_head_dim or self.num_key_value_heads != self.num_attention_heads:
+                raise ValueError("an MLA drafter has head_dim = qk_rope_head_dim and as many key-value heads as heads")
+            if self.norm_before_fc:
+                raise ValueError(f"{MLA} has no norm over the concatenated taps in any engine")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other")
         if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] >= self.target_num_layers:
             raise ValueError(
                 f"taps {list(self.taps)} must ascend within 0..{self.target_num_layers - 1}: engines feed them ascending"
@@ -68,17 +106,18 @@ class DrafterSpec(BaseModel):
 
     def trainable_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every floating-point tensor of a checkpoint, the frozen embedding left out."""
-        hidden, inter, dim = self.hidden_size, self.intermediate_size, self.head_dim
-        query, key = self.num_attention_heads * dim, self.num_key_value_heads * dim
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(self.taps) * self.target_hidden_size)}
+        hidden, inter = self.hidden_size, self.intermediate_size
+        features = len(self.taps) * self.target_hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, features)}
+        if self.fc_bias:
+            shapes["fc.bias"] = (hidden,)
+        if self.norm_before_fc:
+            shapes["input_norm.weight"] = (features,)
         if self.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(len(self.taps))}
         shapes |= {f"midlayer.{norm}.weight": (hidden,) for norm in NORMS}
+        shapes |= {f"midlayer.self_attn.{name}.weight": shape for name, shape in self._attention_shapes().items()}
         shapes |= {
-            "midlayer.self_attn.q_proj.weight": (query, 2 * hidden),
-            "midlayer.self_attn.k_proj.weight": (key, 2 * hidden),
-            "midlayer.self_attn.v_proj.weight": (key, 2 * hidden),
-            "midlayer.self_attn.o_proj.weight": (hidden, query),
             "midlayer.mlp.gate_proj.weight": (inter, hidden),
             "midlayer.mlp.up_proj.weight": (inter, hidden),
             "midlayer.mlp.down_proj.weight": (hidden, inter),
@@ -86,6 +125,27 @@ class DrafterSpec(BaseModel):
             "lm_head.weight": (self.draft_vocab_size, hidden),
         }
         return shapes
+
+    def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if self.mla is None:
+            query, key = heads * self.head_dim, self.num_key_value_heads * self.head_dim
+            return {
+                "q_proj": (query, 2 * hidden),
+                "k_proj": (key, 2 * hidden),
+                "v_proj": (key, 2 * hidden),
+                "o_proj": (hidden, query),
+            }
+        mla = self.mla
+        return {
+            "q_a_proj": (mla.q_lora_rank, 2 * hidden),
+            "q_a_layernorm": (mla.q_lora_rank,),
+            "q_b_proj": (heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.q_lora_rank),
+            "kv_a_proj_with_mqa": (mla.kv_lora_rank + mla.qk_rope_head_dim, 2 * hidden),
+            "kv_a_layernorm": (mla.kv_lora_rank,),
+            "kv_b_proj": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+            "o_proj": (hidden, heads * mla.v_head_dim),
+        }
 
     def map_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the draft vocabulary's maps: d2t int64 offsets (D,), t2d bool (V,)."""

@@ -101,7 +101,10 @@ class Drafter(nn.Module):
     def __init__(self, spec: DrafterSpec, embedding: Tensor) -> None:
         super().__init__()
         self.spec = spec
-        self.fc = nn.Linear(len(spec.taps) * spec.target_hidden_size, spec.hidden_size, bias=False)
+        features = len(spec.taps) * spec.target_hidden_size
+        self.fc = nn.Linear(features, spec.hidden_size, bias=spec.fc_bias)
+        if spec.norm_before_fc:
+            self.input_norm = RMSNorm(features, spec.rms_norm_eps)
         if spec.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(spec.target_hidden_size, spec.rms_norm_eps) for _ in spec.taps)
         self.midlayer = DecoderLayer(spec)
@@ -115,7 +118,8 @@ class Drafter(nn.Module):
         """h0: taps (rows, K, H) in ascending order of layer -> (rows, hidden)."""
         if self.spec.fc_norm:
             taps = torch.stack([norm(taps[:, index]) for index, norm in enumerate(self.fc_norm)], dim=1)
-        return self.fc(taps.flatten(1))
+        joined = taps.flatten(1)
+        return self.fc(self.input_norm(joined) if self.spec.norm_before_fc else joined)
 
     def step(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, queries: Tensor | None, cache: Cache, segments: Segments
@@ -135,7 +139,9 @@ class Drafter(nn.Module):
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         embedded = F.embedding(ids, self.embedding).to(hidden.dtype)
-        joined = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1)
+        normed = layer.hidden_norm(hidden)
+        joined = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        hidden = normed if self.spec.norm_before_residual else hidden
         key = rotate(attention.split(attention.k_proj(joined)), positions, self.frequencies, self.rope_factor)
         value = attention.split(attention.v_proj(joined))
         if cache.keys is None or cache.values is None:
@@ -149,5 +155,5 @@ class Drafter(nn.Module):
         mixed = unroll_attention(query, cache.keys, cache.values, cache.own_keys, cache.own_values, segments)
         attended = hidden + attention.o_proj(mixed.flatten(1))
         after = attended + layer.mlp(layer.post_attention_layernorm(attended))
-        normed = self.norm(after)
-        return (normed if self.spec.norm_output else after), normed
+        final = self.norm(after)
+        return (final if self.spec.norm_output else after), final
