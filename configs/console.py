@@ -86,7 +86,8 @@ def meter(description: str, total: float, unit: str, done: float = 0, *, quiet: 
 
 def warn(message: str) -> None:
     """A yellow line that does not stop the work."""
-    console.print(f"[yellow]warning[/yellow] {message}", highlight=False)
+    console.print("[yellow]warning[/yellow]", end=" ")
+    console.print(message, markup=False, highlight=False)
 
 
 def report_error(error: Exception) -> None:

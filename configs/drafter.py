@@ -72,6 +72,7 @@ class DrafterSpec(BaseModel):
     norm_before_fc: bool = Field(default=False, description="one RMSNorm over the concatenated taps before fc")
     norm_before_residual: bool = Field(default=False, description="the residual is the normed hidden state; vLLM alone")
     fc_bias: bool = Field(default=False, description="fc has a bias; SGLang alone serves it")
+    sliding_window: int | None = Field(default=None, gt=0, description="attention window of training, in tokens")
     mla: MlaSpec | None = Field(default=None, description="latent attention; None: grouped-query attention")
 
     @model_validator(mode="after")

@@ -33,6 +33,8 @@ class Subject:
         raw: every tensor as the files name it, duplicates included; None if the files cannot be read.
         tensors: the same by canonical name.
         record: draftsmith.json, None if there is none.
+        speculators: whether the folder is in the speculators format, which vLLM alone loads; `config` is then its flat
+            form, as vLLM makes it.
         spec: the dimensions as an engine takes them from config.json; None if it does not tell them.
         spec_fault: why `spec` is None.
         deep: whether all values may be read.
@@ -49,6 +51,7 @@ class Subject:
     spec_fault: str | None
     store: Path | None
     deep: bool
+    speculators: bool = False
 
     @property
     def trained_taps(self) -> tuple[int, ...] | None:
@@ -58,7 +61,8 @@ class Subject:
     @property
     def convert_command(self) -> str:
         """The command that writes the folder afresh."""
-        return f"draftsmith convert {self.folder} --target {self.target.path} --out {self.folder} --overwrite"
+        form = " --to vllm" if self.speculators else ""
+        return f"draftsmith convert {self.folder} --target {self.target.path} --out {self.folder} --overwrite{form}"
 
 
 def passed(name: str, message: str) -> Check:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from draftsmith.configs.drafter import LLAMA, MLA
 from draftsmith.convert.check import Check, Subject, failed, passed, warned
-from draftsmith.convert.dialects import ARCHITECTURE, MISSING, look_up
+from draftsmith.convert.dialects import MISSING, look_up
 from draftsmith.convert.tensors import TORCH_NAMES
 
 SILENT = {
@@ -45,17 +46,32 @@ def check_config(subject: Subject) -> Iterator[Check]:
 def _architecture(subject: Subject) -> Check:
     name = "config.architecture"
     found, kind = subject.config.get("architectures"), subject.config.get("model_type")
-    if found != [ARCHITECTURE]:
+    if subject.speculators:
+        if kind not in ("llama", "qwen3"):
+            return failed(
+                name, f"transformer_layer_config.model_type is {kind}, expected llama or qwen3: vLLM knows no other",
+                subject.convert_command,
+            )  # fmt: skip
+        return warned(
+            name,
+            "the speculators format: vLLM loads it, SGLang does not (no model_type, nested config)",
+            f"for SGLang: draftsmith convert {subject.folder} --target {subject.target.path} --out NEW_FOLDER",
+        )
+    if found not in ([LLAMA], [MLA]):
         return failed(
             name,
-            f"architectures is {found}, expected ['{ARCHITECTURE}']: engines pick the class by it, whatever the target is",
+            f"architectures is {found}, expected ['{LLAMA}'] or ['{MLA}']: engines pick the class by it, whatever the "
+            "target is",
             subject.convert_command,
         )
-    if kind != "llama":
+    wanted = ("llama",) if found == [LLAMA] else ("deepseek_v3", "kimi_k2")
+    if kind not in wanted:
         return failed(
-            name, f"model_type is {kind}, expected llama: transformers parses the config by it", subject.convert_command
+            name,
+            f"model_type is {kind}, expected {' or '.join(wanted)}: transformers parses the config by it",
+            subject.convert_command,
         )
-    return passed(name, f"{ARCHITECTURE}, model_type llama")
+    return passed(name, f"{found[0]}, model_type {kind}")
 
 
 def _fields(subject: Subject) -> Check:
@@ -133,10 +149,13 @@ def _switches(subject: Subject) -> Iterator[Check]:
         value: Any = look_up(config, path)
         return bool(value) and value is not MISSING
 
-    biased = [key for key in ("attention_bias", "bias", "mlp_bias") if on(key)]
-    biased += [name for name in sorted(subject.tensors) if name.endswith(".bias")]
+    biases = {name for name in subject.tensors if name.endswith(".bias")}
+    served = biases == {"fc.bias", "midlayer.self_attn.o_proj.bias"} and on("bias") and not subject.speculators
+    biased = [key for key in ("attention_bias", "bias", "mlp_bias") if on(key)] + sorted(biases)
     yield (
-        failed(
+        warned("config.bias", "fc and o_proj have a bias, which SGLang serves; vLLM drops both in silence")
+        if served
+        else failed(
             "config.bias",
             f"{', '.join(biased)}: SGLang drops q, k, v and fc biases in silence, and leaves o_proj.bias uninitialised "
             "when the file lacks it",
@@ -146,7 +165,9 @@ def _switches(subject: Subject) -> Iterator[Check]:
         else passed("config.bias", "no bias anywhere")
     )
     yield (
-        failed(
+        _residual_of_vllm(config)
+        if subject.speculators
+        else failed(
             "config.norm_before_residual",
             "true: SGLang adds the un-normed hidden state whatever this says, so it drafts with another network; no "
             "weights can make up for it",
@@ -189,6 +210,13 @@ def _switches(subject: Subject) -> Iterator[Check]:
         if "num_nextn_predict_layers" in config
         else passed("config.num_nextn_predict_layers", "absent")
     )
+
+
+def _residual_of_vllm(config: Mapping[str, Any]) -> Check:
+    name, found = "config.norm_before_residual", config.get("norm_before_residual")
+    if type(found) is not bool:
+        return failed(name, f"{found}: vLLM takes true when it is absent, speculators itself false", "write it out")
+    return passed(name, f"{str(found).lower()}, written out")
 
 
 def _dtype(subject: Subject) -> Check:

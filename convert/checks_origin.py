@@ -8,9 +8,12 @@ from typing import Any
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json, sha256_json
 from draftsmith.convert.check import Check, Subject, failed, passed, warned
+from draftsmith.convert.dialects import SGLANG
+from draftsmith.convert.foreign import canonical_name
+from draftsmith.convert.layouts import SGLANG_LAYOUT, SPECULATORS_LAYOUT
 from draftsmith.convert.record import RECORD, Record
 from draftsmith.convert.tensors import sha256_tensor
-from draftsmith.convert.write_sglang import config_differences, engine_config
+from draftsmith.convert.write import config_differences
 
 
 def check_origin(subject: Subject) -> Iterator[Check]:
@@ -31,11 +34,16 @@ def check_origin(subject: Subject) -> Iterator[Check]:
 
 def _config(subject: Subject, record: Record) -> Check:
     name = "record.config"
+    layout = SPECULATORS_LAYOUT if subject.speculators else SGLANG_LAYOUT
     try:
-        expected = engine_config(record.spec, subject.target, record.dtype)
+        expected = layout.config(record.spec, subject.target, record.dtype)
     except DraftsmithError as error:
         return failed(name, error.problem, error.mend)
-    lines = config_differences(subject.config, expected)
+    found = read_json(subject.folder / "config.json", what="config.json")
+    # The verifier's name is a path of the machine that converted.
+    for config in (found, expected):
+        config.pop("speculators_config", None)
+    lines = config_differences(found, expected)
     if lines:
         return warned(name, "edited since conversion: " + "; ".join(lines), subject.convert_command)
     return passed(name, "config.json is what conversion wrote")
@@ -43,16 +51,15 @@ def _config(subject: Subject, record: Record) -> Check:
 
 def _tensors(subject: Subject, record: Record) -> Check:
     name = "record.tensors"
-    other = sorted(record.tensors.keys() ^ subject.tensors.keys())
+    recorded = {canonical_name(SGLANG, name): entry for name, entry in record.tensors.items()}
+    other = sorted(recorded.keys() ^ subject.tensors.keys())
     if other:
         return failed(
             name, f"not the tensors that conversion wrote: {', '.join(other)}", "convert again or fetch again"
         )
     if not subject.deep:
         return passed(name, f"the {len(record.tensors)} tensors that conversion wrote (bytes: --deep)")
-    changed = sorted(
-        key for key, tensor in subject.tensors.items() if sha256_tensor(tensor) != record.tensors[key].sha256
-    )
+    changed = sorted(key for key, tensor in subject.tensors.items() if sha256_tensor(tensor) != recorded[key].sha256)
     if changed:
         return failed(name, f"bytes changed since conversion: {', '.join(changed)}", "convert again or fetch again")
     return passed(name, f"{len(record.tensors)} tensors, every byte as conversion wrote it")

@@ -10,9 +10,9 @@ from draftsmith.configs.drafter import RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import read_rope
 from draftsmith.convert.check import Check, Subject, failed, passed, warned
-from draftsmith.convert.config_fields import NESTED_IDS, TOP_IDS, config_rope
+from draftsmith.convert.config_fields import config_rope
 from draftsmith.convert.context import explain_context
-from draftsmith.convert.dialects import MISSING, look_up
+from draftsmith.convert.dialects import MISSING, NESTED_IDS, TOP_IDS, look_up
 from draftsmith.convert.layer_ids import resolve_sglang, resolve_vllm, rule_of
 from draftsmith.convert.rope import amplitude, inverse_frequencies
 
@@ -71,8 +71,10 @@ def _taps(subject: Subject) -> Iterator[Check]:
             f"top-level ids {ids['top']}",
         ),
     }
-    truth = wanted or resolved["taps.sglang"][1]
-    source = "training" if wanted else "SGLang"
+    if subject.speculators:
+        del resolved["taps.sglang"]
+    truth = wanted or next(iter(resolved.values()))[1]
+    source = "training" if wanted else next(iter(resolved.values()))[0]
     for name, (engine, taps, from_) in resolved.items():
         if taps != truth:
             yield failed(
@@ -177,10 +179,12 @@ def _context(subject: Subject) -> Iterator[Check]:
     report = explain_context(subject.config, subject.target)
     said = f"{report.derivation}; the target has {report.target:,}"
     if report.fits:
-        yield passed("context.sglang", f"{said}: {report.sglang}")
+        if not subject.speculators:
+            yield passed("context.sglang", f"{said}: {report.sglang}")
         yield passed("context.vllm", report.vllm)
     else:
-        yield failed("context.sglang", f"{said}: {report.sglang}", subject.convert_command)
+        if not subject.speculators:
+            yield failed("context.sglang", f"{said}: {report.sglang}", subject.convert_command)
         yield failed("context.vllm", report.vllm, subject.convert_command)
     trained = subject.record.trained_length if subject.record else None
     if trained and trained * TRAINED_RATIO < report.target:

@@ -1,128 +1,125 @@
-"""DrafterSpec out of a foreign config.json, by a dialect's table of fields. Nothing is invented: what the config
-lacks is read off a tensor's shape or stops the reading."""
+"""What a foreign config says of taps and RoPE, the two things that go wrong most and that no tensor tells."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isclose
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from draftsmith.configs.drafter import DrafterSpec, RopeSpec
+from draftsmith.configs.drafter import RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target, read_rope
-from draftsmith.convert.dialects import MISSING, Dialect, Field, look_up
+from draftsmith.convert.dialects import MISSING, REFUSED, Convention, Dialect, look_up
 from draftsmith.convert.layer_ids import engine_default, resolve_sglang
 from draftsmith.convert.rope import check_rope, without_bridge
-from draftsmith.convert.tensors import Tensor
-
-NESTED_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
-TOP_IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-def make_spec(values: Mapping[str, Any], where: object) -> DrafterSpec:
-    """DrafterSpec from plain values; a value it refuses becomes one DraftsmithError."""
-    try:
-        return DrafterSpec(**values)
-    except ValidationError as error:
-        lines = [
-            ".".join(str(part) for part in fault["loc"]) + (": " if fault["loc"] else "") + fault["msg"]
-            for fault in error.errors()
-        ]
-        raise DraftsmithError(
-            "these dimensions describe no drafter that engines can serve:\n  " + "\n  ".join(lines), where=where
-        ) from None
-
-
-def spec_from_config(
-    dialect: Dialect, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target, where: Path
-) -> tuple[DrafterSpec, list[str]]:
-    """Read the dimensions of a foreign drafter; returns notes on what the config left open.
-
-    Raises:
-        DraftsmithError: a value that cannot be carried over, a field that neither config nor tensors tell, or layer
-            ids or RoPE blocks that contradict each other.
-    """
-    refuse(dialect, config, where)
-    taps, rope = config_taps(config, target, where), config_rope(config, where)
-    return read_dimensions(dialect, config, tensors, target, where, taps=taps, rope=rope)
-
-
-def read_dimensions(
-    dialect: Dialect,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    target: Target,
-    where: Path,
-    *,
-    taps: tuple[int, ...],
-    rope: RopeSpec,
-) -> tuple[DrafterSpec, list[str]]:
-    """The dimensions alone, for given taps and RoPE; returns notes on what was read off tensors.
-
-    Raises:
-        DraftsmithError: a field that neither config nor tensors tell, or dimensions that fit no drafter.
-    """
-    notes: list[str] = []
-    values: dict[str, Any] = {"target_num_layers": target.num_layers, "taps": taps, "rope": rope}
-    for name, field in dialect.fields.items():
-        values[name] = _value(field, config, tensors, where, notes)
-    values["target_hidden_size"] = values["target_hidden_size"] or target.hidden_size
-    return make_spec(values, where), notes
 
 
 def refuse(dialect: Dialect, config: Mapping[str, Any], where: Path) -> None:
-    """Stop at the values that the dialect's table calls impossible to carry over, all of them in one error."""
+    """Stop at values that no output form can carry, all of them in one error."""
     lines = []
-    for refused in dialect.refused:
-        value = look_up(config, refused.path)
-        if not any(value is allowed or value == allowed for allowed in refused.allowed):
-            lines.append(f"{refused.path}: {'absent' if value is MISSING else value}; {refused.reason}")
+    for refused in REFUSED:
+        for path in dict.fromkeys((refused.path, f"{dialect.nested}.{refused.path}".removeprefix("."))):
+            value = look_up(config, path)
+            if not any(value is allowed or value == allowed for allowed in refused.allowed):
+                lines.append(f"{path}: {value}; {refused.reason}")
     if lines:
         raise DraftsmithError(
-            "this drafter computes something that SGLang's drafter class does not:\n  " + "\n  ".join(lines),
+            "this drafter computes something that the engines' drafter classes do not:\n  " + "\n  ".join(lines),
             where=where,
             mend="if the weights were trained without it, correct the field; else train again without it",
         )
 
 
-def config_taps(config: Mapping[str, Any], target: Target, where: Path) -> tuple[int, ...]:
-    """The taps that a config asks for, if SGLang and vLLM read the same ones in it."""
-    nested, top = look_up(config, NESTED_IDS), look_up(config, TOP_IDS)
-    asked: dict[str, tuple[int, ...]] = {}
-    for label, ids in (("nested", nested), ("top", top)):
-        if ids is MISSING or ids is None:
-            continue
-        if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise DraftsmithError("layer ids must be a list of integers", where=where, found=ids)
-        ascending = tuple(sorted(ids))
-        asked[label] = resolve_sglang(target.architecture, ids, target.num_layers) if label == "nested" else ascending
-    if len(set(asked.values())) > 1:
-        raise DraftsmithError(
-            f"the config asks SGLang and vLLM for different taps of a {target.architecture}",
-            where=where,
-            found=f"{NESTED_IDS} {nested}: taps {list(asked['nested'])}; {TOP_IDS} {top}: taps {list(asked['top'])}",
-            mend="keep only the list that matches training",
-        )
-    return next(iter(asked.values()), engine_default(target.num_layers))
+def config_taps(
+    dialect: Dialect,
+    config: Mapping[str, Any],
+    target: Target,
+    count: int,
+    where: Path,
+    convention: Convention | None = None,
+) -> tuple[tuple[int, ...], list[str]]:
+    """The taps that a config names, as layer-input indices, and notes on how they were found.
 
-
-def config_rope(config: Mapping[str, Any], where: Path) -> RopeSpec:
-    """The RoPE that every spelling in a config agrees on.
+    Args:
+        count: of the taps that fc was trained for.
+        convention: what the ids mean, if the user says so; else what the dialect's table says.
 
     Raises:
-        DraftsmithError: no base at all (engines would take 10000 in silence), or two spellings that differ.
+        DraftsmithError: ids that are no list of integers, that contradict each other, or that fc was not made for.
     """
+    asked: dict[str, tuple[int, ...]] = {}
+    said: list[str] = []
+    for path, meant in dialect.ids:
+        ids = look_up(config, path)
+        if ids is MISSING or ids is None:
+            continue
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+            raise DraftsmithError(f"{path} must be a list of integers", where=where, found=ids)
+        read_as = convention or meant
+        taps = taps_of(_without_last(ids, count, target, said), read_as, target)
+        asked[f"{path} {ids}, read as {read_as}"] = taps
+        if convention is not None:  # the user vouches for the first list
+            break
+    if not asked:
+        taps = engine_default(target.num_layers)
+        said.append(f"no layer ids: taps {list(taps)}, which every engine takes by default")
+    else:
+        taps = next(iter(asked.values()))
+        if any(other != taps for other in asked.values()):
+            raise DraftsmithError(
+                f"the config asks for different taps of a {target.architecture} in two places",
+                where=where,
+                found="; ".join(f"{label}: taps {list(found)}" for label, found in asked.items()),
+                mend="keep only the list that matches training, or say what the nested ids are with --ids-are",
+            )
+    if len(taps) != count:
+        raise DraftsmithError(
+            "the layer ids are not those that fc was trained for",
+            where=where,
+            found=f"taps {list(taps)}; fc has columns for {count}",
+            expected=f"{count} layer ids",
+            mend=f"write the ids of training into {dialect.ids[0][0]}",
+        )
+    return taps, said
+
+
+def taps_of(ids: Sequence[int], convention: Convention, target: Target) -> tuple[int, ...]:
+    """Layer ids of a convention as taps, ascending."""
+    if convention == "sglang-served":
+        return resolve_sglang(target.architecture, ids, target.num_layers)
+    return tuple(sorted({layer + (convention == "layer-output") for layer in ids}))
+
+
+def _without_last(ids: list[int], count: int, target: Target, said: list[str]) -> list[int]:
+    """Some trainers list, after the taps, the last layer that their loss alone reads."""
+    if len(ids) == count + 1 and max(ids) == ids[-1] >= target.num_layers - 1:
+        said.append(f"layer id {ids[-1]} is the last layer, which only the training's loss read: left out")
+        return ids[:-1]
+    return ids
+
+
+def config_rope(config: Mapping[str, Any], where: Path, *, base: float | None = None) -> RopeSpec:
+    """The RoPE that every spelling in a config agrees on.
+
+    Args:
+        base: theta, if the user says it; the config's own spellings of it then do not count.
+
+    Raises:
+        DraftsmithError: no base at all (engines would take 10000 in silence), two spellings that differ, or a kind of
+            scaling that trainer and engines do not compute alike.
+    """
+    if base is not None:
+        config = _with_base(config, base)
     found: dict[str, RopeSpec] = {}
     theta = config.get("rope_theta")
     for key in ("rope_theta", "rope_scaling.rope_theta", "rope_parameters.rope_theta"):
-        base = look_up(config, key)
-        if base is not MISSING and base is not None and (type(base) not in (int, float) or base <= 0):
-            raise DraftsmithError(f"the config's {key} is no positive number", where=where, found=base)
+        value = look_up(config, key)
+        if value is not MISSING and value is not None and (type(value) not in (int, float) or value <= 0):
+            raise DraftsmithError(f"the config's {key} is no positive number", where=where, found=value)
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key):
+            _check_plain(config[key], f"{where}: {key}")
             found[key] = read_rope({"rope_theta": theta, key: config[key]})
     if theta is not None and not found:
         found["rope_theta"] = read_rope({"rope_theta": theta})
@@ -131,7 +128,7 @@ def config_rope(config: Mapping[str, Any], where: Path) -> RopeSpec:
         raise DraftsmithError(
             "the config has no rope_theta; engines would take 10000 in silence",
             where=where,
-            mend="write the base that the drafter was trained with",
+            mend="pass the base that the drafter was trained with: --rope-theta",
         )
     if theta is not None:
         bases["rope_theta"] = float(theta)
@@ -151,25 +148,44 @@ def config_rope(config: Mapping[str, Any], where: Path) -> RopeSpec:
     return without_bridge(ropes[0])
 
 
-def _value(
-    field: Field, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: Path, notes: list[str]
-) -> Any:
-    path, value = next(
-        ((path, found) for path in field.paths if (found := look_up(config, path)) is not MISSING),
-        (field.paths[0], MISSING),
-    )
-    if value is MISSING or value is None:
-        if field.shape and field.shape[0] in tensors and len(tensors[field.shape[0]].shape) > field.shape[1]:
-            size = tensors[field.shape[0]].shape[field.shape[1]]
-            notes.append(f"{path} is {'null' if value is None else 'absent'}; {size} is what {field.shape[0]} says")
-            return size
-        if field.default is not MISSING:
-            return field.default
+def _with_base(config: Mapping[str, Any], base: float) -> dict[str, Any]:
+    changed = dict(config) | {"rope_theta": base}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(changed.get(key), Mapping):
+            changed[key] = {name: value for name, value in changed[key].items() if name != "rope_theta"}
+    return changed
+
+
+def _check_plain(block: Any, where: str) -> None:
+    """A block without a kind of scaling must not hide one: mrope sections, per-layer bases."""
+    if not isinstance(block, Mapping):
+        raise DraftsmithError("the RoPE block is no object", where=where, found=block)
+    kind = block.get("rope_type") or block.get("type") or "default"
+    extra = sorted(set(block) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+    if kind == "default" and extra and any(block[key] is not None for key in extra):
         raise DraftsmithError(
-            f"the config does not say {path}", where=where, found=None if value is MISSING else "null",
-            expected="the value that training used", mend="write it into the config",
-        )  # fmt: skip
-    wanted: tuple[type, ...] = (int, float) if field.kind is float else (field.kind,)
-    if not isinstance(value, wanted) or (field.kind is not bool and isinstance(value, bool)):
-        raise DraftsmithError(f"the config's {path} is no {field.kind.__name__}", where=where, found=repr(value))
-    return value
+            "the RoPE block names no kind of scaling but has its parameters",
+            where=where,
+            found=", ".join(f"{key} {block[key]}" for key in extra),
+            expected="rope_theta alone, or a rope_type of linear, llama3 or yarn",
+            mend="train a text-only drafter with plain RoPE, or write the rope_type that training used",
+        )
+    if block.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise DraftsmithError(
+            "only part of a head is rotated", where=where, found=block["partial_rotary_factor"], expected=1
+        )
+
+
+def settle_theta(own: RopeSpec, target: Target, where: Path, *, said: bool) -> None:
+    """Stop where the drafter's base differs from its target's and nobody said which one training used.
+
+    Config templates with another base than training used are common, in both directions: only the trainer knows.
+    """
+    if said or isclose(own.theta, target.rope.theta):
+        return
+    raise DraftsmithError(
+        "the drafter's rope_theta is not its target's; which one did training use?",
+        where=where,
+        found=f"drafter {own.theta:g}, target {target.rope.theta:g}",
+        mend=f"pass --rope-theta {own.theta:g} if its config tells the truth, or the base that training really used",
+    )

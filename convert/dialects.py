@@ -1,41 +1,34 @@
 """The forms that drafters come in, as tables: what marks a form, how its names map to ours, what its fields mean.
 
 A new dialect is a new entry here; reading is one path for all of them. Canonical names are those of SGLang's
-`LlamaForCausalLMEagle3` without a `model.` prefix.
+`LlamaForCausalLMEagle3` without a `model.` prefix. Tables are tried in order; the first that fits counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+from draftsmith.configs.drafter import LLAMA, MLA
 
 MISSING: Any = object()
 """Stands for a field that the config does not have; null is a value."""
 
+Convention = Literal["layer-input", "layer-output", "sglang-served"]
+"""What layer id k means: the stream entering layer k; what leaves it; whatever SGLang captures of this target for it."""
 
-@dataclass(frozen=True)
-class Field:
-    """Where a config keeps one of DrafterSpec's dimensions.
+CONVENTIONS: tuple[Convention, ...] = ("layer-input", "layer-output", "sglang-served")
 
-    Attributes:
-        paths: dotted keys, the first that is present counts.
-        kind: how the value is read.
-        default: the value that engines take when it is absent; MISSING: absence is an error.
-        shape: (tensor, axis) that the value can be read off when the config lacks it.
-    """
+DialectName = Literal["draftsmith", "speculators", "modelopt", "angelslim", "torchspec", "sglang", "safeailab"]
 
-    paths: tuple[str, ...]
-    kind: type[int] | type[float] | type[bool]
-    default: Any = MISSING
-    shape: tuple[str, int] | None = None
+NESTED_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
+TOP_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A value that changes what the drafter computes and that SGLang's drafter class does not have."""
+    """A value that changes what the drafter computes and that no output form can carry."""
 
     path: str
     allowed: tuple[Any, ...]
@@ -48,80 +41,107 @@ class Dialect:
 
     Attributes:
         marker_file: the JSON file beside the weights that belongs to this form.
-        marker_keys: fields of that file that must be there.
-        marker_tensors: beginnings of tensor names, one of which must occur.
+        marks: dotted paths of that file, one of which must be there.
+        architectures: class names, one of which the config must name; empty: any.
+        tensors: beginnings of tensor names, one of which must occur.
         renames: beginning of a foreign tensor name -> canonical beginning.
-        fields: DrafterSpec dimension -> where the config keeps it; empty if the file holds the spec itself.
-        refused: values that cannot be carried over.
-        derivable: maps that may be absent and follow from the rest (t2d from d2t, both when D == V).
-        foreign_embedding: whether a copy of the target's embedding may lie among the tensors.
+        nested: the object inside the config that holds the decoder layer's dimensions; empty: the top level.
+        defaults: values of fields that this form leaves out because its own config class has them.
+        ids: where layer ids stand, and what they mean there; the first that is present counts.
     """
 
-    name: Literal["draftsmith", "sglang"]
+    name: DialectName
     title: str
-    marker_file: str
-    marker_keys: tuple[str, ...]
-    marker_tensors: tuple[str, ...]
-    renames: Mapping[str, str]
-    fields: Mapping[str, Field]
-    refused: tuple[Refused, ...]
-    derivable: bool
-    foreign_embedding: bool
+    marker_file: str = "config.json"
+    marks: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ("midlayer.", "layers.0.")
+    renames: Mapping[str, str] = field(default_factory=dict)
+    nested: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ids: tuple[tuple[str, Convention], ...] = ()
 
+
+LAYER = {"layers.0.": "midlayer."}
+
+LEGACY_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+
+FLAT_IDS: tuple[tuple[str, Convention], ...] = ((NESTED_IDS, "sglang-served"), (TOP_IDS, "layer-input"))
 
 DRAFTSMITH = Dialect(
     name="draftsmith",
     title="a training checkpoint of draftsmith",
     marker_file="drafter.json",
-    marker_keys=("schema", "spec"),
-    marker_tensors=("midlayer.",),
-    renames={},
-    fields={},
-    refused=(),
-    derivable=False,
-    foreign_embedding=False,
+    marks=("spec",),
+    tensors=("midlayer.",),
+)
+
+SPECULATORS = Dialect(
+    name="speculators",
+    title="the speculators format, which vLLM loads",
+    marks=("transformer_layer_config",),
+    renames=LAYER,
+    nested="transformer_layer_config",
+    # Its configs are written as the difference to transformers' LlamaConfig or Qwen3Config.
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu"},
+    ids=((TOP_IDS, "layer-input"), ("transformer_layer_config." + TOP_IDS, "layer-input")),
+)
+
+MODELOPT = Dialect(
+    name="modelopt",
+    title="an export of Model-Optimizer",
+    marks=(
+        "eagle_config.use_input_layernorm_in_first_layer",
+        "eagle_config.next_layer_regular",
+        "eagle_config.use_last_layernorm",
+        "eagle_config.use_mtp_layernorm",
+    ),
+    renames={**LAYER, "input_embeds_norm.": "midlayer.input_layernorm."},
+    ids=((NESTED_IDS, "layer-output"), (TOP_IDS, "layer-input")),
+)
+
+ANGELSLIM = Dialect(
+    name="angelslim",
+    title="AngelSlim's form",
+    architectures=("Eagle3LlamaForCausalLM",),
+    renames=LAYER,
+    ids=FLAT_IDS,
+)
+
+TORCHSPEC = Dialect(
+    name="torchspec",
+    title="a converted file of TorchSpec",
+    architectures=("DeepSeekForCausalLMEagle3", "DeepseekForCausalLMEagle3"),
+    renames=LAYER,
+    ids=FLAT_IDS,
 )
 
 SGLANG = Dialect(
     name="sglang",
-    title="a folder that SGLang loads",
-    marker_file="config.json",
-    marker_keys=("architectures", "hidden_size"),
-    marker_tensors=("midlayer.", "layers.0."),
-    renames={"layers.0.": "midlayer."},
-    fields={
-        "hidden_size": Field(("hidden_size",), int),
-        "intermediate_size": Field(("intermediate_size",), int, shape=("midlayer.mlp.gate_proj.weight", 0)),
-        "num_attention_heads": Field(("num_attention_heads",), int),
-        "num_key_value_heads": Field(("num_key_value_heads",), int),
-        "head_dim": Field(("head_dim",), int),
-        "vocab_size": Field(("vocab_size",), int),
-        "draft_vocab_size": Field(("draft_vocab_size",), int, shape=("lm_head.weight", 0)),
-        "target_hidden_size": Field(("target_hidden_size",), int, default=None),
-        "rms_norm_eps": Field(("rms_norm_eps",), float),
-        "max_position_embeddings": Field(("max_position_embeddings",), int),
-        "fc_norm": Field(("fc_norm", "use_aux_norm"), bool, default=False),
-        "norm_output": Field(("norm_output",), bool, default=False),
-    },
-    refused=(
-        Refused("num_hidden_layers", (1,), "drafters of this tool have one decoder layer"),
-        Refused("norm_before_residual", (MISSING, None, False), "SGLang adds the un-normed hidden state; no weights can make up for it"),
-        Refused("norm_before_fc", (MISSING, None, False), "a norm over the concatenated taps is not supported"),
-        Refused("eagle_config.norm_before_fc", (MISSING, None, False), "a norm over the concatenated taps is not supported"),
-        Refused("eagle_config.use_aux_hidden_state", (MISSING, None, True), "without taps it is no EAGLE-3 drafter"),
-        Refused("attention_bias", (MISSING, None, False), "SGLang builds q, k and v without bias"),
-        Refused("bias", (MISSING, None, False), "fc and o_proj have no bias here"),
-        Refused("mlp_bias", (MISSING, None, False), "SGLang builds the MLP without bias"),
-        Refused("hidden_act", (MISSING, None, "silu"), "SGLang's drafter knows silu alone"),
-        Refused("partial_rotary_factor", (MISSING, None, 1, 1.0), "all of a head's dimensions are rotated here"),
-        Refused("quantization_config", (MISSING, None), "quantised drafters are not supported"),
-    ),
-    derivable=True,
-    foreign_embedding=True,
-)  # fmt: skip
+    title="the form that SGLang loads (SpecForge, TorchSpec)",
+    architectures=(LLAMA, MLA),
+    renames={**LAYER, **LEGACY_NORMS},
+    ids=FLAT_IDS,
+)
 
-DIALECTS: tuple[Dialect, ...] = (DRAFTSMITH, SGLANG)
+SAFEAILAB = Dialect(
+    name="safeailab",
+    title="SafeAILab's form",
+    marks=("hidden_size", "num_attention_heads"),
+    tensors=("midlayer.",),
+    ids=FLAT_IDS,
+)
+
+DIALECTS: tuple[Dialect, ...] = (DRAFTSMITH, SPECULATORS, MODELOPT, ANGELSLIM, TORCHSPEC, SGLANG, SAFEAILAB)
 """In the order in which they are tried."""
+
+REFUSED = (
+    Refused("eagle_config.use_aux_hidden_state", (MISSING, None, True), "without taps it is no EAGLE-3 drafter"),
+    Refused("hidden_act", (MISSING, None, "silu"), "the drafter classes of both engines know silu alone"),
+    Refused("partial_rotary_factor", (MISSING, None, 1, 1.0), "all of a head's rotary dimensions are turned here"),
+    Refused("quantization_config", (MISSING, None), "a quantised drafter cannot be turned back without loss"),
+)
+"""For every dialect, at the top level and in its nested object."""
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
@@ -132,3 +152,19 @@ def look_up(config: Mapping[str, Any], path: str) -> Any:
             return MISSING
         value = value[part]
     return value
+
+
+def flattened(dialect: Dialect, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its nested object's fields at the top; the top level wins, null and absent fields are dropped.
+
+    Fields that the dialect's own config class would fill in get those values.
+    """
+    nested = look_up(config, dialect.nested) if dialect.nested else {}
+    inner = {key: value for key, value in nested.items() if value is not None} if isinstance(nested, Mapping) else {}
+    outer = {key: value for key, value in config.items() if value is not None and key != dialect.nested}
+    flat = {**inner, **outer}
+    blocks = [flat[key] for key in ("rope_scaling", "rope_parameters") if isinstance(flat.get(key), Mapping)]
+    for key, value in dialect.defaults.items():
+        if key != "rope_theta" or not any("rope_theta" in block for block in blocks):
+            flat.setdefault(key, value)
+    return flat

@@ -32,7 +32,7 @@ from draftsmith.convert.launch import sglang_line
 from draftsmith.convert.record import RECORD, read_record
 from draftsmith.convert.source import INDEX
 from draftsmith.convert.verify import verify
-from draftsmith.convert.write_sglang import WORTH_SHOWING
+from draftsmith.convert.write import WORTH_SHOWING
 
 SCHEMA = 1
 MANIFEST = "manifest.json"

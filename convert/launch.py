@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from draftsmith.configs.drafter import MLA
 from draftsmith.configs.target import Target
 from draftsmith.convert.layer_ids import rule_of
 
@@ -13,13 +16,20 @@ STEPS = 3
 """Drafted tokens a chain: what both engines take for most targets."""
 
 
-def sglang_line(drafter: Path, target: Target, *, steps: int = STEPS) -> str:
-    """SGLang: the three speculative sizes together, the drafter unquantised, its own attention back end behind MLA."""
+def sglang_line(drafter: Path, target: Target, *, steps: int = STEPS, config: Mapping[str, Any] | None = None) -> str:
+    """SGLang: the three speculative sizes together, the drafter unquantised, its own attention back end behind MLA.
+
+    Args:
+        config: the drafter's config.json, for what SGLang reads from the command line alone.
+    """
+    config = config or {}
     words = ["python", "-m", "sglang.launch_server", "--model-path", str(target.path.resolve())]
     words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(drafter.resolve())]
     words += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
     words += ["--speculative-num-draft-tokens", str(steps + 1), "--speculative-draft-model-quantization", "unquant"]
-    if uses_mla(target):
+    if type(config.get("sliding_window")) is int and "sliding_attention" in (config.get("layer_types") or ()):
+        words += ["--speculative-draft-window-size", str(config["sliding_window"])]
+    if uses_mla(target) and config.get("architectures") != [MLA]:
         words += ["--speculative-draft-attention-backend", "flashinfer"]
     if "auto_map" in target.config:
         words.append("--trust-remote-code")

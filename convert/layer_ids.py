@@ -7,9 +7,9 @@ and takes them as taps. The rules are those of SGLang 0.5.23 and vLLM 0.32.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
@@ -116,3 +116,18 @@ def encode(taps: Sequence[int], target: Target) -> EngineIds:
         expected=f"a lowest tap of 2 or more, for instance {list(engine_default(target.num_layers))}",
         mend="harvest and train with target.taps that both engines can capture",
     )
+
+
+def engine_lines(config: Mapping[str, Any], target: Target) -> list[str]:
+    """In words, which taps each engine will feed for the ids in a config.json; a speculators config is vLLM's alone."""
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    top = config.get("eagle_aux_hidden_state_layer_ids")
+    lines = []
+    if "transformer_layer_config" not in config:
+        taps = resolve_sglang(target.architecture, nested, target.num_layers)
+        lines.append(f"SGLang feeds taps {list(taps)} of {target.architecture} (ids {nested})")
+    runners: tuple[Runner, ...] = ("v1", "v2")
+    for runner in runners:
+        taps = resolve_vllm(runner, top, nested, target.num_layers)
+        lines.append(f"vLLM's {runner.upper()} runner feeds taps {list(taps)} (ids {top})")
+    return lines

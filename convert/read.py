@@ -2,88 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target
 from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter, check_tensors
-from draftsmith.convert.config_fields import make_spec, spec_from_config
-from draftsmith.convert.dialects import DIALECTS, DRAFTSMITH, Dialect
-from draftsmith.convert.record import RECORD, read_record
+from draftsmith.convert.dialects import DIALECTS, DRAFTSMITH, MISSING, Dialect, look_up
+from draftsmith.convert.dimensions import make_spec
+from draftsmith.convert.embedding import without_copy
+from draftsmith.convert.foreign import ReadOptions, canonical_name, read_foreign
+from draftsmith.convert.record import RECORD, Record, read_record
 from draftsmith.convert.rope import check_rope
-from draftsmith.convert.source import drafter_files, locate_source
-from draftsmith.convert.tensors import FileTensor, Tensor, ValueTensor, from_ref, read_array, same_values
+from draftsmith.convert.source import drafter_weights, locate_source
+from draftsmith.convert.tensors import Tensor, read_array
 from draftsmith.convert.vocab_map import d2t_fault, identity_maps, t2d_fault
 
+MEND = "point at the folder that training or conversion wrote"
 
-def read_drafter(source: Path, target: Target) -> CanonicalDrafter:
+
+def read_drafter(source: Path, target: Target, options: ReadOptions | None = None) -> CanonicalDrafter:
     """Read a drafter for `target`: names, shapes, maps and dimensions checked, tensors still on disk.
 
     Args:
         source: whatever `locate_source` takes.
+        options: what only the user can know of a foreign checkpoint.
 
     Raises:
         DraftsmithError: an unknown form, or a drafter that is incomplete, contradicts itself or belongs to a target
             of other dimensions.
     """
-    folder, notes = locate_source(source)
-    files = drafter_files(folder)
-    dialect, described = recognise(folder, files)
-    named = [(canonical_name(dialect, tensor.name), tensor) for tensor in files]
-    record = read_record(folder)
-    mended: list[str] = list(notes)
-    if dialect is DRAFTSMITH:
-        spec, provenance = _trained_spec(described, folder / dialect.marker_file)
-    elif record is not None:
-        spec, provenance = record.spec, record.provenance
-        mended.append(f"dimensions and RoPE are those that training recorded in {RECORD}")
+    options = options or ReadOptions()
+    folder, found = locate_source(source)
+    weights = drafter_weights(folder)
+    dialect, described, file = recognise(folder, [name for name, _ in weights.named], options.config)
+    record = None if dialect is DRAFTSMITH else read_record(folder)
+    if dialect is DRAFTSMITH or record is not None:
+        drafter = _read_own(dialect, described, record, weights.named, target, file)
     else:
-        spec, said = spec_from_config(dialect, described, dict(named), target, folder / dialect.marker_file)
-        provenance = {}
-        mended += said
-    _check_target(spec, target, folder)
-    named = list(_without_embedding_copy(dialect, named, spec, target, mended))
-    tensors = check_tensors(spec, [*named, *_derived(dialect, dict(named), spec, mended)], where=folder)
-    check_maps(tensors, spec, where=folder)
-    return CanonicalDrafter(spec, tensors, dialect.name, folder, provenance, tuple(mended))
+        drafter = read_foreign(dialect, described, weights.named, target, file, folder, options)
+        check_target(drafter.spec, target, folder)
+    return CanonicalDrafter(
+        drafter.spec, drafter.tensors, drafter.dialect, folder, drafter.provenance,
+        (f"read as {dialect.title}", *found, *weights.notes, *drafter.notes),
+    )  # fmt: skip
 
 
-def recognise(folder: Path, files: list[FileTensor]) -> tuple[Dialect, dict[str, Any]]:
-    """The dialect of a folder, by its description and the names of its tensors, and the description itself."""
+def recognise(folder: Path, names: list[str], config: Path | None = None) -> tuple[Dialect, dict[str, Any], Path]:
+    """The dialect of a folder, by its description and the names of its tensors; the description and its file.
+
+    Args:
+        config: the description, if it does not lie in the folder or the one above.
+
+    Raises:
+        DraftsmithError: nothing describes the drafter, or the form is unknown.
+    """
     seen = []
     for dialect in DIALECTS:
-        marker = folder / dialect.marker_file
-        if not marker.is_file():
+        file = _description(folder, dialect.marker_file, config)
+        if file is None:
             continue
-        described = read_json(marker, what=f"the drafter's {dialect.marker_file}")
-        if all(key in described for key in dialect.marker_keys):
-            if any(tensor.name.startswith(dialect.marker_tensors) for tensor in files):
-                return dialect, described
-            seen.append(f"{dialect.marker_file} looks like {dialect.title}")
-    names = sorted(tensor.name for tensor in files)
+        described = read_json(file, what=f"the drafter's {file.name}")
+        if not _described_by(dialect, described):
+            continue
+        if any(name.startswith(dialect.tensors) for name in names):
+            return dialect, described, file
+        seen.append(f"{file.name} looks like {dialect.title}")
+    if not seen and _description(folder, "config.json", config) is None:
+        raise DraftsmithError(
+            "nothing describes this drafter: there is no config.json", where=folder,
+            found=f"{len(names)} tensors: {', '.join(sorted(names)[:4])}, ...", expected="config.json beside the weights",
+            mend="name the drafter's config with --config FILE",
+        )  # fmt: skip
     raise DraftsmithError(
         "the folder is in no form that is known",
         where=folder,
-        found="; ".join([*seen, f"tensors {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"]),
-        expected=" or ".join(
-            f"{d.title} ({d.marker_file}, tensors {' or '.join(p + '*' for p in d.marker_tensors)})" for d in DIALECTS
-        ),
-        mend="point at the folder that training or conversion wrote",
+        found="; ".join([*seen, f"tensors {', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}"]),
+        expected="; ".join(f"{d.title} (tensors {' or '.join(p + '*' for p in d.tensors)})" for d in DIALECTS),
+        mend=MEND,
     )
 
 
-def canonical_name(dialect: Dialect, name: str) -> str:
-    """The canonical name of a tensor that `dialect` calls `name`."""
-    for foreign, ours in dialect.renames.items():
-        if name.startswith(foreign):
-            return ours + name.removeprefix(foreign)
-    return name
+def _description(folder: Path, name: str, config: Path | None) -> Path | None:
+    """Training dumps of weights lie one or two folders below the config of their run."""
+    if config is not None and name == "config.json":
+        return config
+    candidates = [folder / name, *(parent / name for parent in list(folder.parents)[:2])]
+    if name != "config.json":
+        candidates = candidates[:1]
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _described_by(dialect: Dialect, described: Mapping[str, Any]) -> bool:
+    classes = described.get("architectures")
+    if dialect.architectures and not (isinstance(classes, list) and set(classes) & set(dialect.architectures)):
+        return False
+    return not dialect.marks or any(look_up(described, mark) is not MISSING for mark in dialect.marks)
+
+
+def _read_own(
+    dialect: Dialect,
+    described: Mapping[str, Any],
+    record: Record | None,
+    named: list[tuple[str, Tensor]],
+    target: Target,
+    where: Path,
+) -> CanonicalDrafter:
+    """A checkpoint or converted folder of ours: what training recorded counts, and nothing needs mending."""
+    folder, notes = where.parent, list[str]()
+    if record is None:
+        spec, provenance = _trained_spec(described, where)
+    else:
+        spec, provenance = record.spec, record.provenance
+        notes.append(f"dimensions, taps and RoPE are those that training recorded in {RECORD}")
+    check_target(spec, target, folder)
+    named = [(canonical_name(dialect, name), tensor) for name, tensor in named]
+    if any(name == EMBEDDING for name, _ in named):
+        kept, said = without_copy(dict(named), spec, target, folder, trained=False)
+        named = [(name, tensor) for name, tensor in named if name != EMBEDDING or EMBEDDING in kept]
+        notes.append(said)
+    if spec.draft_vocab_size == spec.vocab_size and not any(name in ("d2t", "t2d") for name, _ in named):
+        named += identity_maps(spec.vocab_size).items()
+    named = [(name, tensor) for name, tensor in named if name not in _added_zeros(spec, named)]
+    tensors = check_tensors(spec, named, where=folder)
+    check_maps(tensors, spec, where=folder)
+    return CanonicalDrafter(spec, tensors, dialect.name, folder, provenance, tuple(notes))
+
+
+def _added_zeros(spec: DrafterSpec, named: list[tuple[str, Tensor]]) -> set[str]:
+    """The o_proj.bias that writing adds beside an fc.bias, since SGLang builds one."""
+    return {name for name, _ in named if spec.fc_bias and name == "midlayer.self_attn.o_proj.bias"}
 
 
 def check_maps(tensors: Mapping[str, Tensor], spec: DrafterSpec, *, where: object) -> None:
@@ -113,7 +164,8 @@ def _trained_spec(described: Mapping[str, Any], where: Path) -> tuple[DrafterSpe
     return spec, provenance
 
 
-def _check_target(spec: DrafterSpec, target: Target, folder: Path) -> None:
+def check_target(spec: DrafterSpec, target: Target, folder: Path) -> None:
+    """Stop at a drafter whose target has other dimensions."""
     pairs = (
         ("hidden size", spec.target_hidden_size, target.hidden_size),
         ("layers", spec.target_num_layers, target.num_layers),
@@ -128,41 +180,3 @@ def _check_target(spec: DrafterSpec, target: Target, folder: Path) -> None:
             expected=str(target.path),
             mend="name the target that it was trained on with --target",
         )
-
-
-def _without_embedding_copy(
-    dialect: Dialect, named: list[tuple[str, FileTensor]], spec: DrafterSpec, target: Target, notes: list[str]
-) -> Iterator[tuple[str, FileTensor]]:
-    """Leave out a copy of the target's embedding, after proving that it is one."""
-    for name, tensor in named:
-        if name != EMBEDDING or not dialect.foreign_embedding or spec.hidden_size != spec.target_hidden_size:
-            yield name, tensor
-            continue
-        if not same_values(tensor, from_ref(target.require("embedding"))):
-            raise DraftsmithError(
-                "the drafter's embedding is not the target's",
-                where=tensor.origin,
-                expected=f"the values of {target.require('embedding').name} in {target.path}",
-                mend="name the right target; SGLang would replace this embedding by the target's, vLLM would keep it",
-            )
-        notes.append(f"{name} equals the target's and is left out; engines share the target's")
-
-
-def _derived(
-    dialect: Dialect, tensors: Mapping[str, Tensor], spec: DrafterSpec, notes: list[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Maps that a dialect may leave out because they follow from the rest."""
-    if not dialect.derivable:
-        return
-    if spec.draft_vocab_size == spec.vocab_size:
-        for name, tensor in identity_maps(spec.vocab_size).items():
-            if name not in tensors:
-                notes.append(f"{name} is absent; {tensor.origin}")
-                yield name, tensor
-    elif "t2d" not in tensors and "d2t" in tensors:
-        d2t = read_array(tensors["d2t"])
-        if d2t_fault(d2t, spec.draft_vocab_size, spec.vocab_size) is None:
-            marks = np.zeros(spec.vocab_size, np.bool_)
-            marks[d2t + np.arange(d2t.size)] = True
-            notes.append("t2d is absent and follows from d2t")
-            yield "t2d", ValueTensor(marks, "derived from d2t")

@@ -78,8 +78,19 @@ class Record(_Part):
         return store.get("manifest") if isinstance(store, dict) else None
 
 
-def make_record(drafter: CanonicalDrafter, target: Target, dtype: str, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """What conversion writes to draftsmith.json, as JSON values. No time stamp: equal input gives equal bytes."""
+def make_record(
+    drafter: CanonicalDrafter,
+    target: Target,
+    dtype: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    hashes: Mapping[str, str],
+) -> dict[str, Any]:
+    """What conversion writes to draftsmith.json, as JSON values. No time stamp: equal input gives equal bytes.
+
+    Args:
+        shapes: of the tensors by the names that the written form gives them.
+        hashes: SHA-256 of their bytes, by the same names.
+    """
     spec = drafter.spec.model_copy(update={"max_position_embeddings": target.context_length})
     return {
         "schema": 1,
@@ -95,9 +106,7 @@ def make_record(drafter: CanonicalDrafter, target: Target, dtype: str, hashes: M
             "fingerprint": target.fingerprint(),
         },
         "provenance": dict(drafter.provenance),
-        "tensors": {
-            name: {"shape": list(drafter.tensors[name].shape), "sha256": digest} for name, digest in hashes.items()
-        },
+        "tensors": {name: {"shape": list(shapes[name]), "sha256": digest} for name, digest in hashes.items()},
     }
 
 

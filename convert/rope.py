@@ -6,10 +6,12 @@ Plain numbers, no tensors: the trainer takes transformers' own functions, and `v
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from draftsmith.configs.drafter import RopeSpec
+from draftsmith.configs.drafter import DrafterSpec, RopeSpec
 from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.target import read_rope
 
 PARAMETERS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "linear": (frozenset({"factor"}), frozenset({"original_max_position_embeddings"})),
@@ -128,6 +130,30 @@ def rope_fields(rope: RopeSpec) -> dict[str, Any]:
         "rope_scaling": scaling,
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": rope.theta},
     }
+
+
+def prove_unchanged(spec: DrafterSpec, config: Mapping[str, Any], context: int) -> str:
+    """Compute the rotary embedding from a finished config.json and from the drafter, and compare every bit.
+
+    None of the accepted scalings depends on the position, so equal frequencies and amplitude give equal rotations at
+    every position up to `context`.
+
+    Raises:
+        DraftsmithError: they differ.
+    """
+    layer = config.get("transformer_layer_config", config)
+    written, dim = without_bridge(read_rope(dict(layer))), spec.head_dim
+    same = inverse_frequencies(written, dim) == inverse_frequencies(spec.rope, dim)
+    if not same or not math.isclose(amplitude(written, sglang=False), amplitude(spec.rope, sglang=False)):
+        raise DraftsmithError(
+            "the config would change the drafter's rotary embedding", where="config.json",
+            found=f"theta {written.theta:g}, scaling {written.scaling}",
+            expected=f"theta {spec.rope.theta:g}, scaling {spec.rope.scaling}", mend="report this: it is a fault here",
+        )  # fmt: skip
+    return (
+        f"RoPE: theta {spec.rope.theta:g}, {dim // 2} inverse frequencies equal to the last bit at every position up to "
+        f"{context:,}"
+    )
 
 
 def without_bridge(rope: RopeSpec) -> RopeSpec:

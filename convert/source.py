@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK, read_json
-from draftsmith.convert.tensors import FileTensor, file_tensors
+from draftsmith.convert.tensors import FileTensor, Tensor, file_tensors
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -111,3 +111,13 @@ def _indexed(folder: Path, files: list[Path]) -> list[FileTensor]:
             "the weight index and the files disagree:\n  " + "\n  ".join(lines), where=index, mend=mend
         )
     return tensors
+
+
+class Weights:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.kind, self.notes = folder, "safetensors", ()
+        self.named: list[tuple[str, Tensor]] = [(tensor.name, tensor) for tensor in drafter_files(folder)]
+
+
+def drafter_weights(folder: Path) -> Weights:
+    return Weights(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ from draftsmith.convert.checks_config import check_config
 from draftsmith.convert.checks_origin import check_origin
 from draftsmith.convert.checks_serving import check_serving
 from draftsmith.convert.checks_tensors import check_tensors
-from draftsmith.convert.config_fields import NESTED_IDS, read_dimensions
 from draftsmith.convert.context import OVERRIDE
-from draftsmith.convert.dialects import SGLANG, look_up
+from draftsmith.convert.dialects import NESTED_IDS, SGLANG, SPECULATORS, TOP_IDS, flattened, look_up
+from draftsmith.convert.foreign import canonical_name
 from draftsmith.convert.launch import sglang_line, vllm_line
-from draftsmith.convert.layer_ids import resolve_sglang
-from draftsmith.convert.read import canonical_name
+from draftsmith.convert.layer_ids import resolve_sglang, resolve_vllm
 from draftsmith.convert.record import read_record
+from draftsmith.convert.served import served_spec
 from draftsmith.convert.source import drafter_files
 from draftsmith.convert.tensors import FileTensor
 
@@ -58,7 +59,10 @@ def verify_command(
     checks = verify(drafter, target, store=store, deep=deep)
     counts = Counter(str(check.status) for check in checks)
     served = read_target(target)
-    lines = {"sglang": sglang_line(drafter, served), "vllm": vllm_line(drafter, served)}
+    config = read_json(drafter / "config.json", what="the drafter's config.json")
+    lines = {"sglang": sglang_line(drafter, served, config=config), "vllm": vllm_line(drafter, served)}
+    if "transformer_layer_config" in config:
+        del lines["sglang"]
     good = counts["fail"] == 0
     if as_json:
         report = {"drafter": str(drafter), "ok": good, "checks": [asdict(check) for check in checks], "launch": lines}
@@ -103,21 +107,27 @@ def examine(folder: Path, target: Target, *, store: Path | None, deep: bool) -> 
     except DraftsmithError as error:
         raw_fault = _one_line(error)
     tensors = {canonical_name(SGLANG, tensor.name.removeprefix("model.")): tensor for tensor in raw or []}
+    speculators = isinstance(config.get("transformer_layer_config"), dict)
+    if speculators:
+        config = flattened(SPECULATORS, config)
     subject = Subject(
-        folder, target, config, raw, raw_fault, tensors, read_record(folder), None, None, store, deep
-    )  # fmt: skip
+        folder, target, config, raw, raw_fault, tensors, read_record(folder), None, None, store, deep, speculators
+    )
     # Taps and RoPE have checks of their own; here they only have to stand for something.
-    taps = subject.trained_taps or _served_taps(config, target)
+    taps = subject.trained_taps or _served_taps(config, target, speculators)
+    bias = "fc.bias" in tensors
     try:
-        spec, _ = read_dimensions(SGLANG, config, tensors, target, folder / "config.json", taps=taps, rope=target.rope)
+        spec = served_spec(config, target, folder / "config.json", taps=taps, rope=target.rope, fc_bias=bias)
     except DraftsmithError as error:
         return replace(subject, spec_fault=_one_line(error))
     return replace(subject, spec=spec)
 
 
-def _served_taps(config: dict[str, Any], target: Target) -> tuple[int, ...]:
-    nested = look_up(config, NESTED_IDS)
-    ids = nested if isinstance(nested, list) and nested and all(type(item) is int for item in nested) else None
+def _served_taps(config: Mapping[str, Any], target: Target, speculators: bool) -> tuple[int, ...]:
+    found = look_up(config, TOP_IDS if speculators else NESTED_IDS)
+    ids = found if isinstance(found, list) and found and all(type(item) is int for item in found) else None
+    if speculators:
+        return resolve_vllm("v1", ids, None, target.num_layers)
     return resolve_sglang(target.architecture, ids, target.num_layers)
 
 

@@ -103,16 +103,42 @@ def evaluate(
 
 @app.command()
 def convert(
-    drafter: Annotated[Path, typer.Argument(help="a training folder, a checkpoint, or a converted drafter")],
+    drafter: Annotated[Path, typer.Argument(help="a drafter in any known form, a checkpoint, or a training folder")],
     target: Annotated[Path, typer.Option(help="the target's folder")],
     out_dir: Annotated[Path, typer.Option("--out", help="the folder to write")],
+    to: Annotated[str, typer.Option(help="sglang (vLLM loads it too), vllm (speculators format) or eagle")] = "sglang",
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the target's")] = None,
     overwrite: Annotated[bool, typer.Option(help="replace an existing folder")] = False,
+    ids_are: Annotated[
+        str | None, typer.Option(help="what the drafter's layer ids mean: layer-input, layer-output or sglang-served")
+    ] = None,
+    rope_theta: Annotated[float | None, typer.Option(help="the RoPE base that training used")] = None,
+    rope_scaling: Annotated[
+        str | None, typer.Option(help="keep or none: was the config's scaling trained with?")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="the drafter's config.json, if not beside the weights")] = None,
+    vocab: Annotated[Path | None, typer.Option(help="a safetensors file with d2t, to add or to shrink to")] = None,
+    d2t_is: Annotated[str | None, typer.Option(help="offsets or absolute: how the drafter's d2t is to be read")] = None,
+    head_from_target: Annotated[bool, typer.Option(help="take the target's rows for a missing lm_head")] = False,
+    repair_double_norm: Annotated[
+        bool, typer.Option(help="fold Model-Optimizer's second norm into hidden_norm")
+    ] = False,
 ) -> None:
-    """Write a drafter as engines load it."""
-    from draftsmith.convert.write_sglang import convert as run_verb
+    """Read a drafter of any known form, mend it, and write it as engines load it."""
+    from draftsmith.convert.foreign import ReadOptions
+    from draftsmith.convert.write import convert as run_verb
 
-    run_verb(drafter, target, out_dir, dtype=dtype, overwrite=overwrite)
+    options = ReadOptions.checked(
+        ids_are=ids_are,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        config=config,
+        vocab=vocab,
+        d2t_is=d2t_is,
+        head_from_target=head_from_target,
+        repair_double_norm=repair_double_norm,
+    )
+    run_verb(drafter, target, out_dir, to=to, dtype=dtype, overwrite=overwrite, options=options)
 
 
 @app.command()

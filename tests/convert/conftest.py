@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.target import default_drafter, read_target
-from draftsmith.convert.write_sglang import convert
+from draftsmith.convert.write import convert
 
 HIDDEN, VOCAB, DRAFT = 64, 512, 128
 TAPS = (2, 4, 5)
@@ -45,12 +45,12 @@ def make_target(folder: Path, **changes) -> Path:
     """A target folder with config and the three tensors that a drafter needs."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(TARGET | changes))
-    generator = torch.Generator().manual_seed(1)
+    generator, hidden = torch.Generator().manual_seed(1), changes.get("hidden_size", HIDDEN)
     save_file(
         {
-            "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16(),
-            "model.norm.weight": torch.rand(HIDDEN, generator=generator).bfloat16() + 0.5,
-            "lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16(),
+            "model.embed_tokens.weight": torch.randn(VOCAB, hidden, generator=generator).bfloat16(),
+            "model.norm.weight": torch.rand(hidden, generator=generator).bfloat16() + 0.5,
+            "lm_head.weight": torch.randn(VOCAB, hidden, generator=generator).bfloat16(),
         },
         folder / "model.safetensors",
     )

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from draftsmith.convert.export import export
-from draftsmith.convert.write_sglang import convert
+from draftsmith.convert.write import convert
 from tests.convert.conftest import SHAPES, listing, make_checkpoint, random_tensors
 
 ATTEMPTS = 8
@@ -20,7 +20,7 @@ HELPER = """
 import os, random, shutil, signal, sys, time
 from pathlib import Path
 from draftsmith.convert.export import export
-from draftsmith.convert.write_sglang import convert
+from draftsmith.convert.write import convert
 
 verb, source, target, work, attempts = sys.argv[1], *map(Path, sys.argv[2:5]), int(sys.argv[5])
 

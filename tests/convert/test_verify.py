@@ -15,7 +15,7 @@ from draftsmith.configs.files import sha256_json
 from draftsmith.configs.target import read_target
 from draftsmith.convert.launch import sglang_line, vllm_line
 from draftsmith.convert.verify import verify, verify_command
-from draftsmith.convert.write_sglang import convert
+from draftsmith.convert.write import convert
 from tests.convert.conftest import DRAFT, edit_config, edit_tensors, make_checkpoint, make_target, random_tensors
 from tests.convert.test_convert import kimi_drafter
 
@@ -340,7 +340,7 @@ def test_a_folder_that_was_never_converted_says_what_to_do(checkpoint, target):
 
 def test_verify_and_convert_start_without_the_heavy_libraries():
     code = (
-        "import sys, draftsmith.convert.verify, draftsmith.convert.write_sglang, draftsmith.convert.export\n"
+        "import sys, draftsmith.convert.verify, draftsmith.convert.write, draftsmith.convert.export\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'deepspeed', 'safetensors'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )

@@ -19,7 +19,7 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import TrainSection, load_config
 from draftsmith.configs.target import read_target
 from draftsmith.convert.evaluate import evaluate
-from draftsmith.convert.write_sglang import convert
+from draftsmith.convert.write import convert
 from draftsmith.data.store import HarvestReader
 from draftsmith.data.store_writer import StoreWriter
 from draftsmith.train import checkpoint as saving

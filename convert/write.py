@@ -1,7 +1,6 @@
-"""Write a drafter as SGLang and vLLM load it: config.json, model.safetensors, and draftsmith.json for the record.
+"""Write a drafter as engines load it: config.json, model.safetensors, and draftsmith.json for the record.
 
-Every field that an engine would otherwise fill in by itself is written out. The tensors are streamed from the source,
-cast and checked on the way; the folder appears when all of it is on disk.
+The tensors are streamed from the source, cast and checked on the way; the folder appears when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -11,17 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.configs.console import closing, console, meter
-from draftsmith.configs.drafter import DrafterSpec
+import numpy as np
+
+from draftsmith.configs.console import closing, console, meter, warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import atomic_folder, read_json, sweep_unfinished, write_json
 from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.canonical import CanonicalDrafter
-from draftsmith.convert.dialects import ARCHITECTURE
-from draftsmith.convert.layer_ids import encode
+from draftsmith.convert.foreign import ReadOptions
+from draftsmith.convert.layer_ids import engine_lines
+from draftsmith.convert.layouts import LAYOUTS, Layout
 from draftsmith.convert.read import read_drafter
 from draftsmith.convert.record import RECORD, make_record
-from draftsmith.convert.rope import rope_fields
+from draftsmith.convert.rope import prove_unchanged
 from draftsmith.convert.source import INDEX
 from draftsmith.convert.tensors import (
     TORCH_NAMES,
@@ -38,100 +39,100 @@ WEIGHTS = "model.safetensors"
 WORTH_SHOWING = 256_000_000
 """Bytes from which writing takes long enough to show its progress."""
 
+O_BIAS = "midlayer.self_attn.o_proj.bias"
+
 OUR_FILES = frozenset({"config.json", WEIGHTS, RECORD, INDEX, "README.md", "manifest.json"})
 """What a drafter folder may hold; a folder with anything else is never overwritten."""
 
 
-def convert(source: Path, target_path: Path, out: Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
+def convert(
+    source: Path,
+    target_path: Path,
+    out: Path,
+    *,
+    to: str = "sglang",
+    dtype: str | None = None,
+    overwrite: bool = False,
+    options: ReadOptions | None = None,
+) -> Path:
     """Read the drafter at `source` and write the folder `out` that engines load.
 
     Args:
-        source: a training folder, a checkpoint, or a converted drafter.
+        source: a drafter in any known form, a checkpoint, or a training folder.
         target_path: the target's folder.
+        to: sglang (the portable form, which vLLM loads too), vllm (the speculators format) or eagle (SafeAILab's).
         dtype: bfloat16, float16 or float32; none: the target's.
         overwrite: replace an existing drafter folder, in one step.
+        options: what only the user can know of a foreign checkpoint.
 
     Returns:
         `out`.
 
     Raises:
-        DraftsmithError: whatever `read_drafter` refuses, values that are not finite, a target that SGLang cannot
-            serve these taps of, or a destination that cannot be written. `out` is then as it was before.
+        DraftsmithError: whatever `read_drafter` refuses, what the form cannot carry, values that are not finite, a
+            target that SGLang cannot serve these taps of, or a destination that cannot be written. `out` is then as it
+            was before.
     """
+    layout = _layout(to)
     target = read_target(target_path)
     precision = _dtype(dtype, target)
     _check_destination(source, out, target, overwrite=overwrite)
-    drafter = read_drafter(source, target)
-    config = engine_config(drafter.spec, target, precision)
+    drafter = read_drafter(source, target, options)
+    layout.check(drafter.spec, target, drafter.origin)
+    config = layout.config(drafter.spec, target, precision)
     notes = [*drafter.notes, *_config_changes(drafter.origin, config)]
+    notes.append(prove_unchanged(drafter.spec, config, target.context_length))
     sweep_unfinished(out)
-    tensors = output_tensors(drafter, precision)
+    tensors = output_tensors(drafter, layout, precision)
     size = stored_bytes(tensors)
     with atomic_folder(out, replace=overwrite) as folder:
         with meter("convert", size / 1e6, "MB", quiet=size < WORTH_SHOWING) as bar:
             hashes = write_tensors(folder / WEIGHTS, tensors, lambda name, count: bar.advance(count / 1e6, name))
         write_json(folder / "config.json", config)
-        write_json(folder / RECORD, make_record(drafter, target, precision, hashes))
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        write_json(folder / RECORD, make_record(drafter, target, precision, shapes, hashes))
     for note in notes:
-        console.print(f"  {note}", markup=False, highlight=False)
-    changed = "" if precision == "float32" else f", rounded to {precision}"
+        if note.startswith("WARNING: "):
+            warn(note.removeprefix("WARNING: "))
+        else:
+            console.print(f"  {note}", markup=False, highlight=False)
+    for line in engine_lines(config, target):
+        console.print(f"  {line}", markup=False, highlight=False)
+    changed = "" if precision == "float32" else f", {precision}"
     closing(
-        f"{out}: {len(hashes)} tensors{changed}, taps {', '.join(map(str, drafter.spec.taps))} of {target.architecture}",
-        f"draftsmith verify {out} --target {target_path} --deep",
+        f"{out}: {len(hashes)} tensors{changed}, {layout.title}, taps {', '.join(map(str, drafter.spec.taps))} of "
+        f"{target.architecture}",
+        f"draftsmith verify {out} --target {target_path} --deep" if layout.name != "eagle" else None,
     )
     return out
 
 
-def engine_config(spec: DrafterSpec, target: Target, dtype: str) -> dict[str, Any]:
-    """config.json of `spec` for both engines; the context length is the target's, whatever training's was."""
-    ids = encode(spec.taps, target)
-    config: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": spec.num_attention_heads,
-        "num_key_value_heads": spec.num_key_value_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab_size,
-        "draft_vocab_size": spec.draft_vocab_size,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "max_position_embeddings": target.context_length,
-        **rope_fields(spec.rope),
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "target_hidden_size": spec.target_hidden_size,
-        "num_aux_hidden_states": len(spec.taps),
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(ids.nested)},
-        "eagle_aux_hidden_state_layer_ids": list(ids.top),
-    }
-    if spec.rope.scaling is not None and spec.rope.scaling["rope_type"] == "linear":
-        # SGLang multiplies the context by a linear factor unless it finds the original length.
-        original = int(target.context_length / float(spec.rope.scaling["factor"]))
-        for key in ("rope_scaling", "rope_parameters"):
-            config[key].setdefault("original_max_position_embeddings", original)
-    for flag in ("fc_norm", "norm_output"):
-        if getattr(spec, flag):
-            config[flag] = True
-    return config
+def _layout(to: str) -> Layout:
+    if to not in LAYOUTS:
+        raise DraftsmithError(
+            "drafters are not written in this form", where="--to", found=to,
+            expected=", ".join(f"{name} ({layout.title})" for name, layout in LAYOUTS.items()), mend="pass --to sglang",
+        )  # fmt: skip
+    return LAYOUTS[to]
 
 
-def output_tensors(drafter: CanonicalDrafter, dtype: str) -> dict[str, Tensor]:
+def output_tensors(drafter: CanonicalDrafter, layout: Layout, dtype: str) -> dict[str, Tensor]:
     """The tensors as they go to disk: floating-point ones in `dtype`, d2t int64, t2d bool."""
+    spec = drafter.spec
     tensors: dict[str, Tensor] = {}
     for name, tensor in drafter.tensors.items():
+        if name in ("d2t", "t2d") and spec.draft_vocab_size == spec.vocab_size and not layout.maps:
+            continue
         if name == "d2t":
             tensors[name] = ValueTensor(read_array(tensor).astype("<i8"), tensor.origin)
         elif name == "t2d":
             tensors[name] = tensor
         else:
-            tensors[name] = CastTensor(name, tensor, TORCH_NAMES[dtype])
+            tensors[layout.written_name(name)] = CastTensor(name, tensor, TORCH_NAMES[dtype])
+    if spec.fc_bias:
+        # SGLang builds an o_proj.bias too where fc has one, and leaves it uninitialised if the file lacks it.
+        zeros = ValueTensor(np.zeros(spec.hidden_size, np.float32), "zeros, since SGLang builds it beside fc.bias")
+        tensors[O_BIAS] = CastTensor(O_BIAS, zeros, TORCH_NAMES[dtype])
     return tensors
 
 
@@ -149,7 +150,10 @@ def _config_changes(origin: Path, config: Mapping[str, Any]) -> list[str]:
     file = origin / "config.json"
     if not file.is_file():
         return []
-    return [f"config.json mended: {line}" for line in config_differences(read_json(file, what="config.json"), config)]
+    found = read_json(file, what="config.json")
+    if ("transformer_layer_config" in found) != ("transformer_layer_config" in config):
+        return ["config.json is written anew: the forms have other fields"]
+    return [f"config.json mended: {line}" for line in config_differences(found, config)]
 
 
 def _dtype(wanted: str | None, target: Target) -> str:
