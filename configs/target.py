@@ -32,6 +32,15 @@ PREFIXES = (
 )
 """Where wrappers keep the language model's trunk, most common first."""
 
+INDEX = "model.safetensors.index.json"
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "embedding": ("embed_tokens.weight", "tok_embeddings.weight"),
+    "final_norm": ("norm.weight",),
+    "head": ("lm_head.weight", "output.weight"),
+}
+"""What a drafter needs of its target -> names, after a prefix; the second is that of consolidated files."""
+
 CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 """The engines' own order (SGLang `get_context_length`); the first that is present counts."""
 
@@ -93,6 +102,15 @@ class Target:
         """The embedding, final_norm or head; an error that names the file when its weights are not in the folder."""
         ref: TensorRef | None = getattr(self, role)
         if ref is None:
+            missing = _absent_shard(self.path, ROLES[role])
+            if missing:
+                raise DraftsmithError(
+                    f"the shard with the target's {role.replace('_', ' ')} is not there",
+                    where=self.path / INDEX,
+                    found=f"{missing[0]} in {missing[1]}, an absent file",
+                    expected=str(self.path / missing[1]),
+                    mend=f"fetch {missing[1]} into {self.path}",
+                )
             raise DraftsmithError(
                 f"the target's {role.replace('_', ' ')} cannot be found",
                 where=self.path,
@@ -105,7 +123,7 @@ class Target:
         """Hashes that tell this target from another: config, weight index or headers, tokenizer, chat template."""
         marks = {"config": sha256_json(self.config)}
         for label, name in (
-            ("index", "model.safetensors.index.json"),
+            ("index", INDEX),
             ("tokenizer", "tokenizer.json"),
             ("chat_template", "chat_template.jinja"),
         ):
@@ -140,9 +158,9 @@ def parse_target(config_file: Path, tensors: dict[str, TensorRef]) -> Target:
     config = read_json(config_file, what="the target's config.json", mend=MEND)
     text = _text_config(config)
     hidden, heads = _integer(text, "hidden_size", config_file), _integer(text, "num_attention_heads", config_file)
-    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-    embedding = _find(tensors, "embed_tokens.weight")
-    head = _find(tensors, "lm_head.weight") or (embedding if tied else None)
+    tied = any(bool(part.get("tie_word_embeddings")) for part in (text, config))
+    embedding = _find(tensors, "embedding")
+    head = _find(tensors, "head") or (embedding if tied else None)
     architectures = config.get("architectures") or text.get("architectures")
     if not architectures:
         raise DraftsmithError(
@@ -168,7 +186,7 @@ def parse_target(config_file: Path, tensors: dict[str, TensorRef]) -> Target:
         config=config,
         text_config=text,
         embedding=embedding,
-        final_norm=_find(tensors, "norm.weight"),
+        final_norm=_find(tensors, "final_norm"),
         head=head,
     )
 
@@ -245,7 +263,7 @@ def locate_tensors(folder: Path) -> dict[str, TensorRef]:
     Raises:
         DraftsmithError: an index that names a path outside the folder, or an unreadable safetensors header.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         weight_map = read_json(index, what="the weight index").get("weight_map", {})
         names = sorted(set(weight_map.values()))
@@ -331,13 +349,31 @@ def _integer(text: dict[str, Any], key: str, where: Path) -> int:
     return value
 
 
-def _find(tensors: dict[str, TensorRef], suffix: str) -> TensorRef | None:
-    """The trunk's tensor `suffix`, or the head, which wrappers keep beside the trunk rather than inside it."""
-    for prefix in PREFIXES:
-        candidates = [prefix + suffix]
-        if suffix.startswith("lm_head"):
-            candidates.append(prefix.removesuffix("model.") + suffix)
-        for name in candidates:
-            if name in tensors:
-                return tensors[name]
-    return None
+def _find(tensors: dict[str, TensorRef], role: str) -> TensorRef | None:
+    """The trunk's tensor, or the head, which wrappers keep beside the trunk rather than inside it."""
+    return next((tensors[name] for name in _candidates(ROLES[role]) if name in tensors), None)
+
+
+def _candidates(suffixes: tuple[str, ...]) -> list[str]:
+    found = []
+    for suffix in suffixes:
+        for prefix in PREFIXES:
+            found.append(prefix + suffix)
+            if suffix in ROLES["head"]:
+                found.append(prefix.removesuffix("model.") + suffix)
+    return found
+
+
+def _absent_shard(folder: Path, suffixes: tuple[str, ...]) -> tuple[str, str] | None:
+    """The first of these tensors that the index places in a file which is not there, and that file."""
+    if not (folder / INDEX).is_file():
+        return None
+    weight_map = read_json(folder / INDEX, what="the weight index").get("weight_map", {})
+    return next(
+        (
+            (n, weight_map[n])
+            for n in _candidates(suffixes)
+            if n in weight_map and not (folder / weight_map[n]).is_file()
+        ),
+        None,
+    )

@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.convert.canonical import EMBEDDING, expected_shapes, key_faults, shape_faults
 from draftsmith.convert.check import Check, Subject, failed, passed, warned
-from draftsmith.convert.tensors import FLOATS, TORCH_NAMES, FileTensor, from_ref, read_array, same_values, to_float32
+from draftsmith.convert.tensors import (
+    FLOATS,
+    TORCH_NAMES,
+    FileTensor,
+    from_ref,
+    read_array,
+    read_rows,
+    same_values,
+    to_float32,
+)
 from draftsmith.convert.vocab_map import d2t_fault, t2d_fault
+
+HEAD_SAMPLE = 256
+"""Rows of lm_head that are compared with the target's."""
+
+HEAD_MARGIN = 0.3
+"""Cosine by which the wrong rows must be nearer than the right ones."""
 
 RESAVE = "convert the training checkpoint again: draftsmith convert CHECKPOINT --target TARGET --out NEW_FOLDER"
 
@@ -30,6 +46,7 @@ def check_tensors(subject: Subject) -> Iterator[Check]:
     yield from _embedding(subject)
     if subject.deep:
         yield _values(subject)
+        yield _head_rows(subject)
 
 
 def _prefix(raw: list[FileTensor]) -> Check:
@@ -184,6 +201,35 @@ def _embedding(subject: Subject) -> Iterator[Check]:
             name, "differs from the target's: SGLang replaces it in silence, vLLM keeps it: two different drafters",
             subject.convert_command,
         )  # fmt: skip
+
+
+def _head_rows(subject: Subject) -> Check:
+    """A head cut out of the target's by the offsets instead of the ids that they stand for drafts other tokens."""
+    name, spec = "tensors.head_rows", subject.spec
+    head, d2t, theirs = subject.tensors.get("lm_head.weight"), subject.tensors.get("d2t"), subject.target.head
+    if spec is None or head is None or d2t is None or theirs is None or head.shape[1:] != theirs.shape[1:]:
+        return passed(name, "not compared: no d2t, or no head of the same width in the target's folder")
+    offsets = read_array(d2t).astype(np.int64).reshape(-1)
+    if head.shape[0] != offsets.size or d2t_fault(offsets, offsets.size, spec.vocab_size):
+        return passed(name, "not compared: d2t is no right map")
+    drafts = np.unique(np.linspace(0, offsets.size - 1, HEAD_SAMPLE).astype(np.int64))
+    ours = read_rows(head, drafts)
+    likeness = {
+        label: _mean_cosine(ours, read_rows(from_ref(theirs), rows))
+        for label, rows in (("ids", offsets[drafts] + drafts), ("offsets", offsets[drafts]))
+    }
+    said = f"cosine to the target's rows {likeness['ids']:.2f}, at the bare offsets {likeness['offsets']:.2f}"
+    if likeness["offsets"] > likeness["ids"] + HEAD_MARGIN:
+        return failed(
+            name, f"rows of lm_head are the target's rows at d2t instead of at arange + d2t ({said})",
+            "convert the checkpoint from before its vocabulary was cut: draftsmith convert ... --vocab FILE",
+        )  # fmt: skip
+    return passed(name, said)
+
+
+def _mean_cosine(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> float:
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    return float(np.mean((first * second).sum(axis=1) / np.maximum(lengths, 1e-12)))
 
 
 def _values(subject: Subject) -> Check:

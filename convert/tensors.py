@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +39,23 @@ FLOATS = ("F32", "BF16", "F16")
 
 TORCH_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Name in config.json -> name in a safetensors header."""
+
+
+DEPTH = 3
+"""Pieces on their way to the disk at once."""
+
+FLUSH_BYTES = 1 << 27
+"""Bytes after which the disk is told to write, so that the last flush does not wait for all of it."""
+
+BLOCK = 1 << 17
+"""Elements computed on at once: what fits into a core's cache."""
+
+_EXPONENTS: dict[str, tuple[Any, Any, Any]] = {
+    "F32": (np.uint32, np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)),
+    "BF16": (np.uint16, np.uint16(0x7FFF), np.uint16(0x7F80)),
+    "F16": (np.uint16, np.uint16(0x7FFF), np.uint16(0x7C00)),
+}
+"""dtype -> unsigned type of the same width, mask of everything but the sign, and the bits of infinity."""
 
 
 class Tensor(Protocol):
@@ -136,25 +156,42 @@ class CastTensor:
         Raises:
             DraftsmithError: a NaN or an infinity in the source, or a value too large for the new dtype.
         """
+        wanted = self.source.dtype
         for piece in self.source.pieces():
-            values = to_float32(piece, self.source.dtype)
-            if not np.isfinite(values).all():
+            if not all_finite(piece, wanted):
+                bad = int((~np.isfinite(to_float32(piece, wanted))).sum())
                 raise DraftsmithError(
                     f"{self.name} holds values that are not finite",
                     where=self.origin,
-                    found=f"{int((~np.isfinite(values)).sum()):,} NaN or infinite values in one piece",
+                    found=f"{bad:,} NaN or infinite values in one piece",
                     expected="finite values",
                     mend="convert an earlier checkpoint; this one diverged",
                 )
-            cast = piece if self.source.dtype == self.dtype else from_float32(values, self.dtype)
-            if not np.isfinite(to_float32(cast, self.dtype)).all():
+            if wanted == self.dtype:
+                yield piece
+                continue
+            cast = np.empty(piece.size, STORAGE[self.dtype])
+            for at in range(0, piece.size, BLOCK):
+                block = slice(at, at + BLOCK)
+                cast[block] = from_float32(to_float32(piece[block], wanted), self.dtype)
+            if not all_finite(cast, self.dtype):
                 raise DraftsmithError(
                     f"{self.name} holds values too large for {self.dtype}",
                     where=self.origin,
-                    found=f"largest magnitude {float(np.abs(values).max()):g}",
+                    found=f"largest magnitude {float(np.abs(to_float32(piece, wanted)).max()):g}",
                     mend="convert with --dtype bfloat16 or float32",
                 )
             yield cast
+
+
+def all_finite(piece: Array, dtype: str) -> bool:
+    """Whether no stored value is NaN or infinite, told by the exponent bits (all ones), a cache-sized block at a time."""
+    bits, magnitude, infinity = _EXPONENTS[dtype]
+    view = piece.view(bits)
+    return all(
+        not view[at : at + BLOCK].size or (view[at : at + BLOCK] & magnitude).max() < infinity
+        for at in range(0, view.size, BLOCK)
+    )
 
 
 def file_tensors(file: Path) -> list[FileTensor]:
@@ -178,6 +215,17 @@ def read_array(tensor: Tensor) -> Array:
     pieces = list(tensor.pieces())
     flat = np.concatenate(pieces) if pieces else np.empty(0, STORAGE[tensor.dtype])
     return flat.reshape(tensor.shape)
+
+
+def read_rows(tensor: FileTensor, rows: Iterable[int]) -> npt.NDArray[np.float32]:
+    """Some rows of a matrix in a file, as float32 (rows, columns); nothing else of it is read."""
+    storage, width = STORAGE[tensor.dtype], tensor.shape[1]
+    found = []
+    with tensor.file.open("rb") as handle:
+        for row in rows:
+            handle.seek(tensor.offset + row * width * storage.itemsize)
+            found.append(to_float32(np.fromfile(handle, dtype=storage, count=width), tensor.dtype))
+    return np.stack(found)
 
 
 def to_float32(piece: Array, dtype: str) -> npt.NDArray[np.float32]:
@@ -239,15 +287,50 @@ def write_tensors(
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     hashes = {}
-    with file.open("wb") as handle:
+    with file.open("wb") as handle, _Pipeline(handle) as pipeline:
         handle.write(struct.pack("<Q", len(head)) + head)
         for name in order:
             digest = hashlib.sha256()
             for piece in tensors[name].pieces():
                 data = np.ascontiguousarray(piece).view(np.uint8).data
-                digest.update(data)
-                handle.write(data)
+                pipeline.take(data, digest)
                 if wrote:
                     wrote(name, len(data))
+            pipeline.drain()
             hashes[name] = digest.hexdigest()
     return hashes
+
+
+class _Pipeline:
+    """Hash, write and flush pieces in threads of their own, while the next piece is read and cast."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self._handle = handle
+        self._threads = [ThreadPoolExecutor(1) for _ in range(3)]
+        self._pending: deque[Future[Any]] = deque()
+        self._flush: Future[None] | None = None
+        self._dirty = 0
+
+    def __enter__(self) -> _Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.shutdown(cancel_futures=True)
+
+    def take(self, data: memoryview, digest: Any) -> None:
+        """Hash and write one piece; waits while several are on their way."""
+        hasher, writer, flusher = self._threads
+        self._pending += [hasher.submit(digest.update, data), writer.submit(self._handle.write, data)]
+        self._dirty += len(data)
+        while len(self._pending) > 2 * DEPTH:
+            self._pending.popleft().result()
+        if self._dirty > FLUSH_BYTES and (self._flush is None or self._flush.done()):
+            if self._flush is not None:
+                self._flush.result()
+            self._flush, self._dirty = flusher.submit(os.fdatasync, self._handle.fileno()), 0
+
+    def drain(self) -> None:
+        """Wait until everything taken is hashed and handed to the system."""
+        while self._pending:
+            self._pending.popleft().result()

@@ -92,10 +92,29 @@ def test_an_untied_target_without_a_head_is_named(tmp_path):
         target.require("head")
 
 
+def test_an_absent_shard_is_named_when_it_is_needed(tmp_path):
+    index = {"lm_head.weight": "model-2.safetensors", "model.embed_tokens.weight": "model-1.safetensors"}
+    shard = {"model-1.safetensors": {"model.embed_tokens.weight": torch.randn(512, 64)}}
+    target = read_target(write(tmp_path / "t", BASE, shard, index))
+    assert target.require("embedding").file.name == "model-1.safetensors"
+    with pytest.raises(DraftsmithError, match=r"model-2\.safetensors") as caught:
+        target.require("head")
+    assert "shard with the target's head is not there" in str(caught.value)
+
+
+def test_a_consolidated_file_has_other_names(tmp_path):
+    names = {"tok_embeddings.weight": (512, 64), "norm.weight": (64,), "output.weight": (512, 64)}
+    tensors = {"consolidated.safetensors": {name: torch.randn(shape) for name, shape in names.items()}}
+    target = read_target(write(tmp_path / "t", BASE, tensors))
+    assert [getattr(target, role).name for role in ("embedding", "final_norm", "head")] == list(names)
+
+
 def test_a_tie_flag_in_either_place_counts(tmp_path):
     config = {"architectures": ["X"], "tie_word_embeddings": False, "text_config": BASE | {"tie_word_embeddings": True}}
     tensors = {"model.language_model.embed_tokens.weight": torch.randn(512, 64)}
     assert read_target(write(tmp_path / "t", config, {"model.safetensors": tensors})).head is not None
+    config = {"architectures": ["X"], "tie_word_embeddings": True, "text_config": BASE}
+    assert read_target(write(tmp_path / "u", config, {"model.safetensors": tensors})).head is not None
 
 
 @pytest.mark.parametrize(

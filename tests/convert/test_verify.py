@@ -345,3 +345,16 @@ def test_verify_and_convert_start_without_the_heavy_libraries():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_head_cut_at_the_bare_offsets_is_found(tmp_path, target):
+    """Rows of the target at d2t instead of at arange + d2t: every shape is right, and every token another."""
+    head = load_file(target / "model.safetensors")["lm_head.weight"].float()
+    for name, rows in (("right", lambda d2t: d2t + torch.arange(DRAFT)), ("wrong", lambda d2t: d2t)):
+        tensors = random_tensors()
+        tensors["lm_head.weight"] = head[rows(tensors["d2t"])] + 0.01
+        out = convert(
+            make_checkpoint(tmp_path / name / "checkpoint-1", target, tensors), target, tmp_path / f"{name}-out"
+        )
+        check = next(c for c in verify(out, target, deep=True) if c.name == "tensors.head_rows")
+        assert (check.status == "fail") == (name == "wrong"), check
