@@ -159,8 +159,12 @@ def verify(
 @app.command()
 def export(
     drafter: Annotated[Path, typer.Argument(help="a converted drafter")],
-    destination: Annotated[Path, typer.Argument(help="the folder that holds its versions")],
-    target: Annotated[Path, typer.Option(help="the target's folder, for the checks that run first")],
+    destination: Annotated[
+        str, typer.Argument(help="a folder, s3://BUCKET/PREFIX or another fsspec URL, or hf://NAMESPACE/NAME[@BRANCH]")
+    ],
+    target: Annotated[
+        Path | None, typer.Option(help="the target's folder; default: the one that training recorded")
+    ] = None,
     version: Annotated[str | None, typer.Option(help="name of this version; default: a hash of its content")] = None,
 ) -> None:
     """Deliver a drafter: whole or not at all, versions side by side, `latest` flipped at the end."""

@@ -7,14 +7,21 @@ import json
 import os
 import resource
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK
-from draftsmith.convert.export import export
+from draftsmith.convert import export as room
 from tests.convert.conftest import edit_config, listing
+
+
+def export(*arguments, **options):
+    """The version's folder."""
+    return Path(room.export(*arguments, **options))
 
 
 def leftovers(folder):
@@ -77,7 +84,9 @@ def test_a_drafter_that_fails_verification_is_not_exported(tmp_path, drafter, ta
     assert not (tmp_path / "shared").exists()
 
 
-@pytest.mark.parametrize("version", ["latest", "../x", "a/b", ".hidden"])
+@pytest.mark.parametrize(
+    "version", ["latest", "../x", "a/b", ".hidden", "a..b", "v1.partial-x", "main", "v1\n", "latest.json"]
+)
 def test_a_version_s_name_stays_inside_the_destination(tmp_path, drafter, target, version):
     with pytest.raises(DraftsmithError, match="cannot be the name of a version"):
         export(drafter, tmp_path / "shared", target, version=version)
@@ -146,3 +155,61 @@ def test_exporters_at_the_same_time_end_with_one_whole_version(tmp_path, drafter
     assert not errors and not leftovers(tmp_path / "shared")
     (version,) = [entry for entry in (tmp_path / "shared").iterdir() if entry.is_dir() and not entry.is_symlink()]
     assert listing(version) == listing(export(drafter, tmp_path / "alone", target))
+
+
+def test_a_file_url_is_that_folder(tmp_path, drafter, target):
+    place = export(drafter, f"file://{tmp_path}/shared", target)
+    assert place.parent == tmp_path / "shared" and (tmp_path / "shared" / "latest").resolve() == place.resolve()
+
+
+def test_the_target_that_training_recorded_is_the_default(tmp_path, drafter, target):
+    assert listing(export(drafter, tmp_path / "shared")) == listing(export(drafter, tmp_path / "other", target))
+    target.rename(tmp_path / "moved")
+    with pytest.raises(DraftsmithError, match="not on this machine") as caught:
+        export(drafter, tmp_path / "third")
+    assert "--target TARGET" in str(caught.value) and str(target) in str(caught.value)
+    assert not (tmp_path / "third").exists()
+
+
+def test_what_a_killed_exporter_left_is_cleared_by_the_next_that_completes(tmp_path, drafter, target):
+    stray = tmp_path / "shared" / f".v1{TEMPORARY_MARK}0123abcd"
+    stray.mkdir(parents=True)
+    (stray / "model.safetensors").write_bytes(b"half")
+    other = tmp_path / "shared" / f".v2{TEMPORARY_MARK}0123abcd"
+    other.mkdir()
+    export(drafter, tmp_path / "shared", target, version="v1")
+    assert leftovers(tmp_path / "shared") == [other.name]
+
+
+def test_a_weight_file_with_an_unsafe_name_is_refused(tmp_path, drafter, target):
+    (drafter / "model.safetensors").rename(drafter / "a?b.safetensors")
+    with pytest.raises(DraftsmithError, match="name is not safe"):
+        export(drafter, tmp_path / "shared", target)
+    assert not (tmp_path / "shared").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("gopher://host/x", "no such protocol is known"),
+        ("https://example.com/x", "nothing can be delivered over this protocol"),
+        ("simplecache::s3://bucket/x", "this is no destination"),
+        ("s3://", "names no bucket"),
+        ("s3://bucket/../other", "must be plain"),
+        ("s3://key:secret@bucket/x", "credentials do not belong"),
+        ("memory://a/b?c", "must be plain"),
+        ("file://relative", "absolute path"),
+        ("hf://name", "no model repository"),
+        ("hf://datasets/a/b", "no model repository"),
+        ("hf://a/b@../c", "no model repository"),
+        ("gs://bucket/x", "pip install 'gcsfs'"),
+        ("sftp://host/x", "pip install 'paramiko'"),
+        ("", "this is no destination"),
+    ],
+)
+def test_an_address_that_cannot_be_delivered_to_is_one_clear_error(drafter, target, address, words, monkeypatch):
+    for driver in ("gcsfs", "paramiko"):
+        monkeypatch.setitem(sys.modules, driver, None)
+    with pytest.raises(DraftsmithError) as caught:
+        export(drafter, address, target)
+    assert words in str(caught.value) and "secret" not in str(caught.value)
