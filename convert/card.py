@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ MOST_NUMBERS = 40
 def model_card(drafter: Path, target: Target, record: Record) -> str:
     """Markdown with YAML front matter; equal input gives equal text."""
     spec = record.spec
-    base = str(target.config.get("_name_or_path") or target.path.resolve().name)
+    base = _model_name(target)
     front = [
         "---",
         f"base_model: {json.dumps(base)}",
         "library_name: sglang",
+        "pipeline_tag: text-generation",
         "tags: [eagle3, speculative-decoding, drafter]",
         "---",
     ]
@@ -55,8 +57,19 @@ def model_card(drafter: Path, target: Target, record: Record) -> str:
     here = Path("DRAFTER")
     serve = [line.replace(str(here.resolve()), "DRAFTER").replace(str(target.path.resolve()), "TARGET") for line in (
         sglang_line(here, target), vllm_line(here, target))]  # fmt: skip
-    lines += ["", "## Serve", "", "```", *serve, "```", ""]
+    lines += ["", "## Serve", "", "```", *serve, "```", "", "## Files", ""]
+    lines += [
+        "`manifest.json` has the size and SHA-256 of every file of this version. It is written last: a folder or prefix "
+        "without it is an unfinished delivery and must not be read.",
+        "",
+    ]
     return "\n".join(lines)
+
+
+def _model_name(target: Target) -> str:
+    """The target as the Hub names models; a folder's name where its config holds a path of some machine."""
+    name = str(target.config.get("_name_or_path") or "")
+    return name if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) else target.path.resolve().name
 
 
 def _table(first: str, second: str, rows: Any) -> list[str]:

@@ -20,7 +20,7 @@ PUT_IS_ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", 
 
 READ_ONLY = (
     "http", "https", "git", "github", "gist", "zip", "tar", "libarchive", "reference", "data", "filecache", "blockcache",
-    "simplecache", "cached", "jlab", "jupyter", "dir", "root", "generic", "asynclocal", "lakefs", "hf", "dask", "cos",
+    "simplecache", "cached", "jlab", "jupyter", "dir", "root", "generic", "asynclocal", "dask",
 )  # fmt: skip
 """Protocols that fsspec knows and nobody can deliver to."""
 
@@ -42,6 +42,9 @@ PART = 1 << 25
 PARTS_AT_ONCE = 4
 """Parts of one file that travel to S3 at the same time; PART times this is held in memory."""
 
+READ_TIMEOUT = 60
+"""Seconds until an answer of S3 counts as lost; putting the parts of a large file together takes some servers long."""
+
 MOST_PARTS = 10_000
 """S3's limit."""
 
@@ -53,7 +56,7 @@ def open_store(protocol: str, rest: str) -> Store:
         DraftsmithError: see `open_objects`.
     """
     import fsspec
-    from fsspec.registry import known_implementations
+    from fsspec.registry import known_implementations, registry
 
     where = f"{protocol}://{_without_login(rest)}"
     segments = rest.rstrip("/").split("/")
@@ -61,7 +64,7 @@ def open_store(protocol: str, rest: str) -> Store:
         raise DraftsmithError(
             "the destination's URL must be plain", where=where, expected="no `..`, wildcards, blanks or queries"
         )
-    if protocol in READ_ONLY or protocol not in fsspec.available_protocols():
+    if protocol in READ_ONLY or protocol not in {*known_implementations, *registry}:
         hint = "a repository of the Hugging Face Hub is hf://NAMESPACE/NAME" if "http" in protocol else None
         known = "nothing can be delivered over this protocol" if protocol in READ_ONLY else "no such protocol is known"
         raise DraftsmithError(
@@ -239,7 +242,10 @@ class Store:
 
         if self._opened is None:
             url = f"{self.protocol}://{self._rest}"
-            fs, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+            options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+            if self.protocol in ("s3", "s3a"):
+                options["config_kwargs"] = {"read_timeout": READ_TIMEOUT}
+            fs, root = fsspec.url_to_fs(url, **options)
             self._opened = fs, root.rstrip("/")
         return self._opened
 

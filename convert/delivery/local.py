@@ -89,6 +89,7 @@ class LocalFolder:
         pointer = self.root / "latest"
         _clear(self.root / version.label)
         sweep_unfinished(pointer)
+        sweep_unfinished(self.root / LATEST)
         temporary = self.root / f".latest{TEMPORARY_MARK}{uuid.uuid4().hex[:8]}"
         try:
             temporary.symlink_to(version.label, target_is_directory=True)

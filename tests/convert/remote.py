@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 KEY, SECRET = "AKIDTESTKEY000000000", "s3cr3t/that/must/never/be/shown"
 
 
-@contextmanager
-def s3_server() -> Iterator[dict[str, str]]:
-    """A server with one bucket, `shared`; gives the environment that finds it."""
+def start_s3() -> tuple[dict[str, str], Callable[[], None]]:
+    """A server with one bucket, `shared`; gives the environment that finds it, and how to stop it."""
     import logging
 
     from moto.server import ThreadedMotoServer
@@ -24,11 +23,18 @@ def s3_server() -> Iterator[dict[str, str]]:
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
     }  # fmt: skip
+    s3_client(environment).create_bucket(Bucket="shared")
+    return environment, server.stop
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+    """The environment that finds a server with one bucket, `shared`."""
+    environment, stop = start_s3()
     try:
-        s3_client(environment).create_bucket(Bucket="shared")
         yield environment
     finally:
-        server.stop()
+        stop()
 
 
 def s3_client(environment: dict[str, str]):

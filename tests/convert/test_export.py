@@ -57,6 +57,17 @@ def test_the_card_names_base_model_taps_and_measured_numbers(tmp_path, drafter, 
     assert str(tmp_path) not in card
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"), ("/home/me/secret/llama", "target"), ("../x/y", "target")],
+)
+def test_the_card_names_the_base_model_as_the_hub_does(tmp_path, drafter, target, name, shown):
+    edit_config(target, _name_or_path=name)
+    card = (export(drafter, tmp_path / "shared", target) / "README.md").read_text()
+    assert card.startswith(f'---\nbase_model: "{shown}"\n') and (name == shown or name not in card)
+    assert "must not be read" in card.rsplit("manifest.json", 1)[1]
+
+
 def test_a_second_export_changes_nothing_and_a_damaged_file_is_mended(tmp_path, drafter, target, capsys):
     place = export(drafter, tmp_path / "shared", target)
     before = listing(place)
@@ -96,6 +107,13 @@ def test_storage_that_is_not_mounted_is_no_place_to_create(tmp_path, drafter, ta
     with pytest.raises(DraftsmithError, match="parent folder does not exist"):
         export(drafter, tmp_path / "mnt" / "gone" / "drafters", target)
     assert not (tmp_path / "mnt").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+def test_a_read_only_destination_gives_one_error(drafter, target):
+    """/proc takes no new folder, from root neither."""
+    with pytest.raises(DraftsmithError, match="could not write"):
+        export(drafter, "/proc/self", target)
 
 
 def test_a_destination_that_cannot_be_written_gives_one_error(tmp_path, drafter, target):

@@ -85,6 +85,7 @@ def test_one_commit_holds_every_file_and_a_tag_names_it(hub, run, drafter, targe
     assert not any(TOKEN.encode() in data for data in found.values())
 
 
+@pytest.mark.slow
 def test_versions_stand_side_by_side_main_is_the_latest_and_a_second_export_sends_nothing(hub, run, refused, drafter):
     hub.add("me/mine")
     run(drafter, "hf://me/mine", "--version", "v1")
@@ -99,6 +100,7 @@ def test_versions_stand_side_by_side_main_is_the_latest_and_a_second_export_send
     assert len([call for call in hub.calls if "/upload/" in call]) == 1, "the same weights are not sent twice"
 
 
+@pytest.mark.slow
 def test_an_older_version_exported_again_becomes_the_latest(hub, run, drafter, tmp_path):
     shutil.copytree(drafter, tmp_path / "old")
     run(tmp_path / "old", "hf://me/mine", "--version", "v1")
@@ -110,6 +112,7 @@ def test_an_older_version_exported_again_becomes_the_latest(hub, run, drafter, t
     assert hub.repositories["me/mine"]["tags"]["v1"] == tag["v1"]
 
 
+@pytest.mark.slow
 def test_leftovers_of_another_version_go_and_a_person_s_files_stay(hub, run, drafter):
     repository = hub.add("me/mine")
     before = {
@@ -122,6 +125,7 @@ def test_leftovers_of_another_version_go_and_a_person_s_files_stay(hub, run, dra
     assert hub.files("me/mine")["notes.txt"] == b"mine"
 
 
+@pytest.mark.slow
 def test_a_branch_of_its_own(hub, run, drafter):
     hub.add("me/mine")
     untouched = hub.files("me/mine")
@@ -129,6 +133,7 @@ def test_a_branch_of_its_own(hub, run, drafter):
     assert hub.files("me/mine") == untouched and hub.files("me/mine", "candidates") == hub.files("me/mine", "v1")
 
 
+@pytest.mark.slow
 def test_an_export_that_died_before_its_tag_is_completed(hub, run, refused, drafter):
     hub.refused[("POST", "/tag/")] = 503
     assert "could not tag the version" in refused(drafter, "hf://me/mine", "--version", "v1")
@@ -138,6 +143,7 @@ def test_an_export_that_died_before_its_tag_is_completed(hub, run, refused, draf
     assert len([call for call in hub.calls if "/commit/" in call]) == 1
 
 
+@pytest.mark.slow
 def test_an_export_that_died_before_its_commit_leaves_nothing_to_read(hub, run, refused, drafter):
     hub.refused[("POST", "/commit/")] = 500
     assert "could not send the files" in refused(drafter, "hf://me/mine", "--version", "v1")
@@ -148,6 +154,7 @@ def test_an_export_that_died_before_its_commit_leaves_nothing_to_read(hub, run, 
     assert len([call for call in hub.calls if "/upload/" in call]) == 1
 
 
+@pytest.mark.slow
 def test_a_tag_that_was_moved_is_mended(hub, run, drafter):
     run(drafter, "hf://me/mine", "--version", "v1")
     good = hub.files("me/mine", "v1")

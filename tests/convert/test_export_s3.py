@@ -13,7 +13,7 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.convert.delivery import driver as driver_module
 from draftsmith.convert.export import export
 from tests.convert.conftest import edit_config, listing
-from tests.convert.remote import SECRET, closed_port, s3_client, s3_objects, s3_server
+from tests.convert.remote import SECRET, closed_port, s3_client, s3_objects, s3_server, start_s3
 
 pytest.importorskip("moto.server")
 pytest.importorskip("s3fs")
@@ -198,6 +198,40 @@ def test_a_vanished_network(s3, drafter, target, monkeypatch):
     began = time.monotonic()
     message = refused(drafter, "s3://shared/x", target)
     assert "the storage cannot be reached" in message and time.monotonic() - began < 60
+
+
+@pytest.mark.slow
+def test_a_network_that_vanishes_midway_leaves_no_version_and_the_next_run_goes_on(drafter, target, monkeypatch):
+    """The server dies while the files travel; the storage, here another server with the same objects, comes back."""
+    first, stop = start_s3()
+    for name, value in first.items():
+        monkeypatch.setenv(name, value)
+    client = s3_client(first)
+    export(drafter, "s3://shared/x", target, version="v1")
+    edit_config(drafter, transformers_version="5.19.0")
+    send, kept = driver_module.Store.upload, {}
+
+    def vanish(store, source, path, advance):
+        send(store, source, path, advance)
+        kept.update(s3_objects(client))
+        stop()
+
+    monkeypatch.setattr(driver_module.Store, "upload", vanish)
+    assert "cannot be reached" in refused(drafter, "s3://shared/x", target, version="v2")
+    monkeypatch.setattr(driver_module.Store, "upload", send)
+    assert "x/v2/config.json" in kept and "x/v2/manifest.json" not in kept
+    assert json.loads(kept["x/latest.json"])["version"] == "v1"
+    with s3_server() as second:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", second["AWS_ENDPOINT_URL"])
+        client = s3_client(second)
+        for key, data in kept.items():
+            client.put_object(Bucket="shared", Key=key, Body=data)
+        export(drafter, "s3://shared/x", target, version="v2")
+        found = s3_objects(client, "x/")
+        assert json.loads(found["latest.json"])["version"] == "v2" and "v2/manifest.json" in found
+        assert {key: data for key, data in found.items() if key.startswith("v1/")} == {
+            key[2:]: data for key, data in kept.items() if key.startswith("x/v1/")
+        }
 
 
 def test_no_permission(s3, server, drafter, target):
