@@ -25,7 +25,7 @@ from draftsmith.convert.delivery.faults import AGAIN, storage_faults
 from draftsmith.convert.delivery.version import CARD, MANIFEST, Version, changed, other_files
 from draftsmith.convert.launch import sglang_line
 from draftsmith.convert.source import INDEX
-from draftsmith.convert.write_sglang import WORTH_SHOWING
+from draftsmith.convert.write import WORTH_SHOWING
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

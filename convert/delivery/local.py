@@ -28,7 +28,7 @@ from draftsmith.configs.files import (
 from draftsmith.configs.target import Target
 from draftsmith.convert.delivery.version import CARD, LATEST, MANIFEST, Version, changed, other_files
 from draftsmith.convert.launch import sglang_line
-from draftsmith.convert.write_sglang import WORTH_SHOWING
+from draftsmith.convert.write import WORTH_SHOWING
 
 BLOCK = 1 << 24
 """Bytes copied at once."""

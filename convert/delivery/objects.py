@@ -25,7 +25,7 @@ from draftsmith.configs.target import Target
 from draftsmith.convert.delivery.driver import Store, open_store
 from draftsmith.convert.delivery.version import CARD, LATEST, MANIFEST, Version, other_files
 from draftsmith.convert.launch import sglang_line
-from draftsmith.convert.write_sglang import WORTH_SHOWING
+from draftsmith.convert.write import WORTH_SHOWING
 
 CLAIMS = ".exporting"
 
