@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target
-from draftsmith.convert.launch import sglang_line, vllm_line
+from draftsmith.convert.delivery.serving import HERE, serving_lines
 from draftsmith.convert.record import Record
 
 MEASUREMENTS = ("evaluate.json", "evaluate-{drafter}.json", "serve.json")
@@ -20,14 +20,15 @@ MOST_NUMBERS = 40
 """Lines of one result that the card shows."""
 
 
-def model_card(drafter: Path, target: Target, record: Record) -> str:
-    """Markdown with YAML front matter; equal input gives equal text."""
+def model_card(drafter: Path, target: Target, record: Record, config: Mapping[str, Any]) -> str:
+    """Markdown with YAML front matter; equal input gives equal text. `config` is the drafter's config.json."""
     spec = record.spec
     base = _model_name(target)
+    engines = serving_lines(HERE, target, config)
     front = [
         "---",
         f"base_model: {json.dumps(base)}",
-        "library_name: sglang",
+        f"library_name: {next(iter(engines))}",
         "pipeline_tag: text-generation",
         "tags: [eagle3, speculative-decoding, drafter]",
         "---",
@@ -54,9 +55,7 @@ def model_card(drafter: Path, target: Target, record: Record) -> str:
     provenance = {key: value for key, value in _leaves(record.provenance) if not key.endswith("path")}
     if provenance:
         lines += ["", "## Provenance", "", *_table("what", "value", provenance.items())]
-    here = Path("DRAFTER")
-    serve = [line.replace(str(here.resolve()), "DRAFTER").replace(str(target.path.resolve()), "TARGET") for line in (
-        sglang_line(here, target), vllm_line(here, target))]  # fmt: skip
+    serve = [line.replace(str(target.path.resolve()), "TARGET") for line in engines.values()]
     lines += ["", "## Serve", "", "```", *serve, "```", "", "## Files", ""]
     lines += [
         "`manifest.json` has the size and SHA-256 of every file of this version. It is written last: a folder or prefix "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from draftsmith.configs.console import closing, console
 from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import read_json
 from draftsmith.configs.target import read_target
 from draftsmith.convert.card import model_card
 from draftsmith.convert.delivery.destination import open_destination
@@ -54,14 +55,15 @@ def export(drafter: Path, destination: str | Path, target: Path | None = None, *
             mend=f"draftsmith convert {drafter} --target {target} --out {drafter} --overwrite",
         )  # fmt: skip
     served = read_target(target)
-    delivered = make_version(drafter, model_card(drafter, served, record), version)
+    config = read_json(drafter / "config.json", what="the drafter's config.json")
+    delivered = make_version(drafter, model_card(drafter, served, record, config), version)
     address = place.address(delivered.label)
     wrote = place.deliver(delivered)
     if not wrote:
         console.print(f"  {address} is there already, every file as it should be", markup=False, highlight=False)
     place.point(delivered)
     sent = f"{len(delivered.files) + 1} files, {delivered.size / 1e6:,.1f} MB" if wrote else "nothing new"
-    closing(f"{address} ({sent}), {place.pointer()}", place.launch(delivered.label, served))
+    closing(f"{address} ({sent}), {place.pointer()}", place.launch(delivered.label, served, config))
     return address
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
@@ -36,8 +37,8 @@ class Destination(Protocol):
     def pointer(self) -> str:
         """Where a reader finds the latest version."""
 
-    def launch(self, label: str, target: Target) -> str:
-        """The line that serves the version with SGLang."""
+    def launch(self, label: str, target: Target, config: Mapping[str, Any]) -> str:
+        """The line that serves the version; `config` is the drafter's config.json."""
 
 
 def open_destination(address: str) -> Destination:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,8 @@ from draftsmith.configs.console import console, meter, warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
 from draftsmith.convert.delivery.faults import AGAIN, storage_faults
+from draftsmith.convert.delivery.serving import HERE, serving_line
 from draftsmith.convert.delivery.version import CARD, MANIFEST, Version, changed, other_files
-from draftsmith.convert.launch import sglang_line
 from draftsmith.convert.source import INDEX
 from draftsmith.convert.write import WORTH_SHOWING
 
@@ -77,9 +76,12 @@ class HubRepository:
     def pointer(self) -> str:
         return f"hf://{self.name}@{self.branch}"
 
-    def launch(self, label: str, target: Target) -> str:
-        line = sglang_line(Path("DRAFTER"), target).replace(str(Path("DRAFTER").resolve()), shlex.quote(self.name))
-        return f"{line} --speculative-draft-model-revision {label}"
+    def launch(self, label: str, target: Target, config: Mapping[str, Any]) -> str:
+        line = serving_line(HERE, target, config)
+        if line.startswith("vllm "):
+            return line.replace(f'"model": "{HERE}"', f'"model": "{self.name}", "revision": "{label}"')
+        flag = "--speculative-draft-model-path"
+        return f"{line.replace(f'{flag} {HERE}', f'{flag} {self.name}')} --speculative-draft-model-revision {label}"
 
     def deliver(self, version: Version) -> bool:
         self._make()

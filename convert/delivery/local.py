@@ -13,7 +13,9 @@ import errno
 import hashlib
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from draftsmith.configs.console import Meter, meter, warn
 from draftsmith.configs.errors import DraftsmithError
@@ -26,8 +28,8 @@ from draftsmith.configs.files import (
     write_json,
 )
 from draftsmith.configs.target import Target
+from draftsmith.convert.delivery.serving import serving_line
 from draftsmith.convert.delivery.version import CARD, LATEST, MANIFEST, Version, changed, other_files
-from draftsmith.convert.launch import sglang_line
 from draftsmith.convert.write import WORTH_SHOWING
 
 BLOCK = 1 << 24
@@ -62,8 +64,8 @@ class LocalFolder:
     def pointer(self) -> str:
         return str(self.root / "latest")
 
-    def launch(self, label: str, target: Target) -> str:
-        return sglang_line(self.root / label, target)
+    def launch(self, label: str, target: Target, config: Mapping[str, Any]) -> str:
+        return serving_line(self.root / label, target, config)
 
     def deliver(self, version: Version) -> bool:
         place = self.root / version.label

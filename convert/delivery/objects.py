@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from draftsmith.configs.console import meter, warn
@@ -23,8 +22,8 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import STALE_SECONDS
 from draftsmith.configs.target import Target
 from draftsmith.convert.delivery.driver import Store, open_store
+from draftsmith.convert.delivery.serving import HERE, serving_line
 from draftsmith.convert.delivery.version import CARD, LATEST, MANIFEST, Version, other_files
-from draftsmith.convert.launch import sglang_line
 from draftsmith.convert.write import WORTH_SHOWING
 
 CLAIMS = ".exporting"
@@ -56,9 +55,8 @@ class ObjectPrefix:
     def pointer(self) -> str:
         return self.store.url(LATEST)
 
-    def launch(self, label: str, target: Target) -> str:
-        line = sglang_line(Path("DRAFTER"), target).replace(str(Path("DRAFTER").resolve()), "DRAFTER")
-        return f"{_fetch_line(self.store, label)} && {line}"
+    def launch(self, label: str, target: Target, config: Mapping[str, Any]) -> str:
+        return f"{_fetch_line(self.store, label)} && {serving_line(HERE, target, config)}"
 
     def deliver(self, version: Version) -> bool:
         if self._present(version):

@@ -16,6 +16,7 @@ import pytest
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK
 from draftsmith.convert import export as room
+from draftsmith.convert.write import convert
 from tests.convert.conftest import edit_config, listing
 
 
@@ -66,6 +67,15 @@ def test_the_card_names_the_base_model_as_the_hub_does(tmp_path, drafter, target
     card = (export(drafter, tmp_path / "shared", target) / "README.md").read_text()
     assert card.startswith(f'---\nbase_model: "{shown}"\n') and (name == shown or name not in card)
     assert "must not be read" in card.rsplit("manifest.json", 1)[1]
+
+
+def test_a_drafter_in_the_speculators_form_is_served_by_vllm_only(tmp_path, checkpoint, target, capsys):
+    drafter = convert(checkpoint, target, tmp_path / "speculators", to="vllm")
+    capsys.readouterr()
+    card = (export(drafter, tmp_path / "shared", target) / "README.md").read_text()
+    said = capsys.readouterr().err
+    assert "library_name: vllm" in card and "sglang" not in card.lower().split("## serve")[1]
+    assert "vllm serve" in said and "sglang.launch_server" not in said
 
 
 def test_a_second_export_changes_nothing_and_a_damaged_file_is_mended(tmp_path, drafter, target, capsys):
