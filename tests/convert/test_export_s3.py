@@ -193,6 +193,7 @@ def test_no_credentials(s3, drafter, target, monkeypatch):
     assert "there are no valid credentials" in message and "set AWS_ACCESS_KEY_ID" in message
 
 
+@pytest.mark.slow
 def test_a_vanished_network(s3, drafter, target, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed_port()}")
     began = time.monotonic()
