@@ -208,15 +208,16 @@ def _stage(optimizer: dict[str, Any], states: TorchFile) -> int:
 def _world(optimizer: dict[str, Any], file: Path) -> int:
     value = optimizer.get("partition_count")
     counts = value if isinstance(value, list) else [value]
-    if not counts or not all(type(count) is int and 0 < count <= 65536 for count in counts):
+    whole = [count for count in counts if isinstance(count, int) and 0 < count <= 65536]
+    if not counts or len(whole) < len(counts):
         raise _foreign(file, f"partition_count {value}")
-    if len(set(counts)) > 1:
+    if len(set(whole)) > 1:
         raise DraftsmithError(
             "parameter groups partitioned over different numbers of processes (experts) are not read",
             where=file,
-            found=counts,
+            found=whole,
         )
-    return int(counts[0])
+    return whole[0]
 
 
 def _models(folder: Path, stage: int, world: int) -> list[_Model]:
@@ -369,16 +370,30 @@ def _with_rest(masters: dict[str, RunTensor], models: list[_Model]) -> tuple[Nam
     tensors |= frozen
     shared = first.get("shared_params")
     for name, source in shared.items() if isinstance(shared, dict) else ():
-        if source in tensors:
+        if isinstance(name, str) and source in tensors:
             tensors[name] = tensors[source]
-    rest = []
+    # a module under two names shares its parameters too; DeepSpeed records that nowhere but in the places of storages
+    owners = {_place(raw): name for name, raw in first.module.items() if name in masters}
+    rest: list[str] = []
+    empty: list[str] = []
     for name, raw in first.module.items():
-        if name not in tensors:
-            tensors[name] = first.opened.tensor(name, raw)
-            rest.append(name)
+        if name in tensors:
+            continue
+        stored = first.opened.tensor(name, raw)
+        whole = prod(stored.shape) > 0
+        if whole and _place(raw) in owners:
+            tensors[name] = masters[owners[_place(raw)]]
+        else:
+            tensors[name] = stored
+            (rest if whole else empty).append(name)
     taken = [*sorted(frozen), *rest]
     notes = [f"not in the partitions, taken from the model states: {', '.join(taken)}"] if taken else []
+    notes += [f"without elements in every file: {', '.join(empty)}"] if empty else []
     return list(tensors.items()), notes
+
+
+def _place(raw: RawTensor) -> str:
+    return repr((raw.storage, raw.offset, raw.shape, raw.stride))
 
 
 def _frozen(models: list[_Model]) -> dict[str, Tensor]:
