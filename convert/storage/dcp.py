@@ -118,7 +118,7 @@ def _metadata(file: Path) -> Inert:
             mend="save the weights again with torch.distributed.checkpoint.save",
         ) from None
     except Exception as error:  # a hostile or damaged pickle can fail in any way
-        raise _foreign(file, str(error) or type(error).__name__) from None
+        raise _foreign(file, f"{type(error).__name__}: {error}") from None
     if not isinstance(metadata, Inert):
         raise _foreign(file, "no Metadata")
     return metadata

@@ -118,7 +118,10 @@ def read_torch_file(file: Path, start: int = 0, length: int | None = None) -> To
         raise
     except Exception as error:  # a hostile or damaged pickle can fail in any way
         raise DraftsmithError(
-            f"the file is damaged, or no file of torch.save: {error or type(error).__name__}", where=file, mend=FETCH
+            "the file is damaged, or no file of torch.save",
+            where=file,
+            found=f"{type(error).__name__}: {error}",
+            mend=FETCH,
         ) from None
 
 
@@ -202,7 +205,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.length}[whence]
         if base + offset < 0:
-            raise OSError("a seek before the start")
+            raise ValueError("a seek before the start")
         self.place = base + offset
         return self.place
 

@@ -20,13 +20,15 @@ RUNS = {
     "zero1-bfloat16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
     "zero2-bfloat16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
     "zero3-bfloat16": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+    "zero2-aligned": {"zero_optimization": {"stage": 2, "parameter_alignment": True}},
+    "zero2-round-robin": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     "zero1-float32-gradients": {
         "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
     },
 }  # fmt: skip
 
 
-WORLDS = {run: (1, 2, 3) if len(config) == 1 else (3,) for run, config in RUNS.items()}
+WORLDS = {run: (1, 2, 3) if len(run) == 5 else (3,) for run, config in RUNS.items()}
 """Numbers of processes."""
 
 
@@ -69,13 +71,18 @@ def groups(net: nn.Module) -> list[dict]:
 
 
 def held(net: nn.Module) -> dict[str, torch.Tensor]:
-    """Masters, frozen parameters and buffers as the processes hold them, gathered by DeepSpeed's own calls."""
+    """Masters, frozen parameters and buffers as the processes hold them.
+
+    In float32 a whole parameter is its own master. DeepSpeed's `safe_get_full_fp32_param` is asked for the others only:
+    with round_robin_gradients 0.19.8 returns other values than the module computes with.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     values = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
+        whole = parameter.dtype == torch.float32 and not hasattr(parameter, "ds_id")
+        if parameter.requires_grad and not whole:
             values[name] = safe_get_full_fp32_param(parameter).clone()
         elif hasattr(parameter, "ds_id"):
             with deepspeed.zero.GatheredParameters([parameter]):
