@@ -72,13 +72,13 @@ def test_a_damaged_tensor_stops_the_conversion_by_name(tmp_path, target, name, h
 def test_all_faults_are_named_at_once(tmp_path, target):
     tensors = random_tensors()
     del tensors["norm.weight"], tensors["d2t"]
-    tensors["model.embed_tokens.weight"] = torch.zeros(2, 2)
+    tensors["extra.weight"] = torch.zeros(2, 2)
     checkpoint = make_checkpoint(tmp_path / "checkpoint", target, tensors)
     refuse(
         checkpoint,
         target,
         tmp_path / "out",
-        ("missing: norm.weight", "missing: d2t", "unknown: model.embed_tokens.weight"),
+        ("missing: norm.weight", "missing: d2t", "unknown: extra.weight"),
     )
 
 
