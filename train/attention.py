@@ -26,19 +26,26 @@ class Segments:
 
 
 def unroll_attention(
-    query: Tensor, keys: Tensor, values: Tensor, own_keys: list[Tensor], own_values: list[Tensor], segments: Segments
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    own_keys: list[Tensor],
+    own_values: list[Tensor],
+    segments: Segments,
+    scale: float,
 ) -> Tensor:
-    """Attention output (queries, heads, head_dim) in the dtype of `query`; scores and softmax are float32.
+    """Attention output (queries, heads, value_dim) in the dtype of `query`; scores and softmax are float32.
 
     Args:
         query: (queries, heads, head_dim), rotated.
-        keys, values: (rows, kv_heads, head_dim) of step 0, keys rotated.
-        own_keys, own_values: for each later step up to this one, (queries, kv_heads, head_dim) at the query's index.
+        keys, values: (rows, kv_heads, head_dim) and (rows, kv_heads, value_dim) of step 0, keys rotated.
+        own_keys, own_values: the same for each later step up to this one, one row a query, at its index.
         segments: which rows belong together.
+        scale: factor on the scores.
     """
     count, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    grouped = query.view(count, kv_heads, heads // kv_heads, dim).float() * dim**-0.5
+    grouped = query.view(count, kv_heads, heads // kv_heads, dim).float() * scale
     own_scores = [torch.einsum("nkgd,nkd->nkg", grouped, key.float()) for key in own_keys]
     outputs = []
     for segment in range(len(segments.query_bounds) - 1):
@@ -56,4 +63,4 @@ def unroll_attention(
             share = weights[..., scores.shape[-1] + step].permute(2, 0, 1)[..., None]
             mixed = mixed + share * value[first:last, :, None].float()
         outputs.append(mixed)
-    return torch.cat(outputs).reshape(count, heads, dim).to(query.dtype)
+    return torch.cat(outputs).reshape(count, heads, values.shape[-1]).to(query.dtype)

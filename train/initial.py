@@ -62,10 +62,12 @@ def _copy_last_layer(drafter: Drafter, spec: DrafterSpec, target: Target) -> Non
         return ref.load().float()
 
     layer, attention = drafter.midlayer, drafter.midlayer.self_attn
-    for name in ("q_proj", "k_proj", "v_proj"):
-        weight = getattr(attention, name).weight
-        weight[:, hidden:] = read(f"self_attn.{name}.weight", torch.Size((weight.shape[0], hidden)))
-    attention.o_proj.weight.copy_(read("self_attn.o_proj.weight", attention.o_proj.weight.shape))
+    for parameter, weight in attention.named_parameters():
+        name = parameter.removesuffix(".weight")
+        if name in attention.reads_input:
+            weight[:, hidden:] = read(f"self_attn.{parameter}", torch.Size((weight.shape[0], hidden)))
+        else:
+            weight.copy_(read(f"self_attn.{parameter}", weight.shape))
     for name in ("gate_proj", "up_proj", "down_proj"):
         weight = getattr(layer.mlp, name).weight
         weight.copy_(read(f"mlp.{name}.weight", weight.shape))

@@ -13,37 +13,35 @@ from torch.nn import functional as F
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.train.attention import Segments, unroll_attention
-from draftsmith.train.rope import inverse_frequencies, rotate
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in the input's dtype."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.float()).to(x.dtype)
+from draftsmith.train.mla import LatentAttention
+from draftsmith.train.norm import RMSNorm
+from draftsmith.train.rope import Rotation, inverse_frequencies, rotate
 
 
 class Attention(nn.Module):
-    """Projections of the layer's attention; q, k and v read the concatenation of width 2 * hidden."""
+    """Projections of the layer's grouped-query attention; q, k and v read the concatenation of width 2 * hidden."""
+
+    reads_input = ("q_proj", "k_proj", "v_proj")
+    """The projections of that width."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        self.head_dim = spec.head_dim
+        self.head_dim, self.scale = spec.head_dim, spec.head_dim**-0.5
         self.q_proj = nn.Linear(2 * spec.hidden_size, query, bias=False)
         self.k_proj = nn.Linear(2 * spec.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(2 * spec.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, spec.hidden_size, bias=False)
 
-    def split(self, projected: Tensor) -> Tensor:
-        """(rows, heads * head_dim) -> (rows, heads, head_dim)."""
+    def queries(self, joined: Tensor, turn: Rotation) -> Tensor:
+        """joined (rows, 2 * hidden) -> (rows, heads, head_dim), rotated."""
+        return turn(self._split(self.q_proj(joined)))
+
+    def keys_values(self, joined: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+        """joined (rows, 2 * hidden) -> two of (rows, kv_heads, head_dim), the keys rotated."""
+        return turn(self._split(self.k_proj(joined))), self._split(self.v_proj(joined))
+
+    def _split(self, projected: Tensor) -> Tensor:
         return projected.view(projected.shape[0], -1, self.head_dim)
 
 
@@ -68,7 +66,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = Attention(spec)
+        self.self_attn: Attention | LatentAttention = Attention(spec) if spec.mla is None else LatentAttention(spec)
         self.mlp = MLP(spec)
 
 
@@ -88,7 +86,7 @@ class Cache:
 
 
 class Drafter(nn.Module):
-    """`LlamaForCausalLMEagle3`.
+    """`LlamaForCausalLMEagle3`, or `Eagle3DeepseekV2ForCausalLM` where `spec.mla` is set.
 
     Args:
         spec: dimensions; parameters are float32 and named as `spec.trainable_shapes()`.
@@ -142,8 +140,7 @@ class Drafter(nn.Module):
         normed = layer.hidden_norm(hidden)
         joined = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         hidden = normed if self.spec.norm_before_residual else hidden
-        key = rotate(attention.split(attention.k_proj(joined)), positions, self.frequencies, self.rope_factor)
-        value = attention.split(attention.v_proj(joined))
+        key, value = attention.keys_values(joined, self._rotation(positions))
         if cache.keys is None or cache.values is None:
             cache.keys, cache.values = key, value
         else:
@@ -151,9 +148,14 @@ class Drafter(nn.Module):
             cache.own_values.append(value)
         if queries is not None:
             joined, hidden, positions = joined[queries], hidden[queries], positions[queries]
-        query = rotate(attention.split(attention.q_proj(joined)), positions, self.frequencies, self.rope_factor)
-        mixed = unroll_attention(query, cache.keys, cache.values, cache.own_keys, cache.own_values, segments)
+        query = attention.queries(joined, self._rotation(positions))
+        mixed = unroll_attention(
+            query, cache.keys, cache.values, cache.own_keys, cache.own_values, segments, attention.scale
+        )
         attended = hidden + attention.o_proj(mixed.flatten(1))
         after = attended + layer.mlp(layer.post_attention_layernorm(attended))
         final = self.norm(after)
         return (final if self.spec.norm_output else after), final
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        return lambda states: rotate(states, positions, self.frequencies, self.rope_factor)

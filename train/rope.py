@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from draftsmith.configs.drafter import DrafterSpec
+from draftsmith.configs.drafter import DrafterSpec, RopeSpec
+from draftsmith.configs.errors import DraftsmithError
+
+Rotation = Callable[[Tensor], Tensor]
+"""Turns (rows, heads, head_dim) by the rows' positions."""
 
 
 def inverse_frequencies(spec: DrafterSpec) -> tuple[Tensor, float]:
@@ -16,6 +23,13 @@ def inverse_frequencies(spec: DrafterSpec) -> tuple[Tensor, float]:
     if spec.rope.scaling is None:
         exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
         return 1.0 / (spec.rope.theta**exponent), 1.0
+    if spec.mla is not None and spec.rope.scaling.get("rope_type") != "yarn":
+        raise DraftsmithError(
+            "engines compute every scaled RoPE of a latent-attention drafter as YaRN",
+            where="drafter.rope.scaling",
+            found=spec.rope.scaling.get("rope_type"),
+            expected="none or yarn",
+        )
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -27,7 +41,26 @@ def inverse_frequencies(spec: DrafterSpec) -> tuple[Tensor, float]:
         rope_parameters={"rope_theta": spec.rope.theta, **spec.rope.scaling},
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[spec.rope.scaling["rope_type"]](config, torch.device("cpu"))
+    if spec.mla is not None:
+        factor = (
+            _growth(spec.rope, "mscale", 1.0) / latent_growth(spec.rope) * spec.rope.scaling.get("attn_factor", 1.0)
+        )
     return frequencies.float(), float(factor)
+
+
+def latent_growth(rope: RopeSpec) -> float:
+    """`mscale_all_dim`'s factor: latent attention multiplies its scores by the square of it (1 without YaRN).
+
+    Source: `yarn_get_mscale` of DeepSeek-V2's published modeling code, which SGLang's and vLLM's `deepseek_yarn` keep.
+    """
+    return _growth(rope, "mscale_all_dim", 0.0)
+
+
+def _growth(rope: RopeSpec, key: str, default: float) -> float:
+    factor = 1.0 if rope.scaling is None else float(rope.scaling["factor"])
+    if rope.scaling is None or factor <= 1:
+        return 1.0
+    return 0.1 * float(rope.scaling.get(key, default)) * math.log(factor) + 1.0
 
 
 def rotate(states: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
