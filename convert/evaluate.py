@@ -12,13 +12,13 @@ from draftsmith.configs.files import write_json
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.canonical import CanonicalDrafter
+from draftsmith.convert.engine_forward import load_drafter
 from draftsmith.convert.read import read_drafter
-from draftsmith.convert.tensors import read_array, to_float32
+from draftsmith.convert.tensors import read_array
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.store import HarvestReader
 from draftsmith.train.evaluate import Chains, Evaluation, replay, summarize
 from draftsmith.train.inputs import check_store
-from draftsmith.train.model import Drafter
 
 
 def evaluate(
@@ -72,13 +72,7 @@ def drafter_chains(
     canonical: CanonicalDrafter, target: Target, reader: HarvestReader, config: RunConfig
 ) -> dict[int, Chains]:
     """Load a drafter in float32 and replay the store's conversations with it."""
-    drafter = Drafter(canonical.spec, target.require("embedding").load().float())
-    drafter.load_state_dict(
-        {
-            name: torch.from_numpy(to_float32(read_array(canonical.tensors[name]), canonical.tensors[name].dtype))
-            for name in canonical.spec.trainable_shapes()
-        }
-    )
+    drafter = load_drafter(canonical, target)
     d2t = torch.from_numpy(read_array(canonical.tensors["d2t"]))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = config.evaluate

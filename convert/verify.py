@@ -24,6 +24,7 @@ from draftsmith.convert.checks_serving import check_serving
 from draftsmith.convert.checks_tensors import check_tensors
 from draftsmith.convert.context import OVERRIDE
 from draftsmith.convert.dialects import NESTED_IDS, SGLANG, SPECULATORS, TOP_IDS, flattened, look_up
+from draftsmith.convert.engine_loader import Engine, engine_checks
 from draftsmith.convert.foreign import canonical_name
 from draftsmith.convert.launch import sglang_line, vllm_line
 from draftsmith.convert.layer_ids import resolve_sglang, resolve_vllm
@@ -35,7 +36,15 @@ from draftsmith.convert.tensors import FileTensor
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 
-def verify(drafter: Path, target: Path, *, store: Path | None = None, deep: bool = False) -> list[Check]:
+def verify(
+    drafter: Path,
+    target: Path,
+    *,
+    store: Path | None = None,
+    deep: bool = False,
+    engines: tuple[Engine, ...] = (),
+    pythons: Mapping[Engine, Path] | None = None,
+) -> list[Check]:
     """Check a drafter folder against what SGLang 0.5.23 and vLLM 0.32.0 will do with it.
 
     Args:
@@ -43,20 +52,31 @@ def verify(drafter: Path, target: Path, *, store: Path | None = None, deep: bool
         target: the target's folder.
         store: a harvest whose taps and target must be the drafter's.
         deep: read every tensor (values, the embedding, recorded hashes); else headers, maps and norms only.
+        engines: ask these engines themselves too, each in its own virtual environment (`engine_loader`).
+        pythons: their interpreters, where they are not in the usual places.
 
     Raises:
         DraftsmithError: the folders themselves, or their config.json, cannot be read.
     """
     subject = examine(drafter, read_target(target), store=store, deep=deep)
     checks = [check for part in (check_config, check_tensors, check_serving, check_origin) for check in part(subject)]
+    for engine in engines:
+        checks += engine_checks(drafter, subject.target, engine, python=(pythons or {}).get(engine))
     return [*checks, *_environment()]
 
 
 def verify_command(
-    drafter: Path, target: Path, *, store: Path | None = None, deep: bool = False, as_json: bool = False
+    drafter: Path,
+    target: Path,
+    *,
+    store: Path | None = None,
+    deep: bool = False,
+    engines: tuple[Engine, ...] = (),
+    pythons: Mapping[Engine, Path] | None = None,
+    as_json: bool = False,
 ) -> bool:
     """Run `verify` and print it, with the lines that launch both engines; True if nothing failed."""
-    checks = verify(drafter, target, store=store, deep=deep)
+    checks = verify(drafter, target, store=store, deep=deep, engines=engines, pythons=pythons)
     counts = Counter(str(check.status) for check in checks)
     served = read_target(target)
     config = read_json(drafter / "config.json", what="the drafter's config.json")

@@ -147,12 +147,21 @@ def verify(
     target: Annotated[Path, typer.Option(help="the target's folder")],
     store: Annotated[Path | None, typer.Option(help="the store it was trained on")] = None,
     deep: Annotated[bool, typer.Option(help="read every tensor: NaN, constants, the embedding")] = False,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="load and run it with the engine itself: sglang, vllm or both")
+    ] = None,
+    engine_python: Annotated[
+        list[str] | None, typer.Option(help="the engine's Python or virtual environment; for both: ENGINE=PATH")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the checks as JSON on standard output")] = False,
 ) -> None:
     """Check a drafter folder against what engines will do with it; exit code 1 if a check fails."""
+    from draftsmith.convert.engine_loader import parse_engines, parse_pythons
     from draftsmith.convert.verify import verify_command
 
-    if not verify_command(drafter, target, store=store, deep=deep, as_json=json):
+    engines = parse_engines(engine or [])
+    pythons = parse_pythons(engine_python or [], engines)
+    if not verify_command(drafter, target, store=store, deep=deep, engines=engines, pythons=pythons, as_json=json):
         raise typer.Exit(1)
 
 
