@@ -19,6 +19,7 @@ from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target
 from draftsmith.convert.check import Check, failed, passed, warned
 from draftsmith.convert.read import read_drafter
+from draftsmith.convert.record import read_record
 
 Engine = Literal["sglang", "vllm"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -173,7 +174,7 @@ def _context_check(engine: Engine, config: Mapping[str, Any], target: Target) ->
 
 
 def _forward_check(engine: Engine, report: Mapping[str, Any], folder: Path, target: Target) -> Check:
-    """Load, unlike forward, is asked of the engine's files alone: here the record of training is the other side."""
+    """The other side is the network of draftsmith.json, where there is one; else what config.json means to us."""
     name, title = f"engine.{engine}.forward", TITLES[engine]
     mend = (
         "training and config.json describe two networks: compare norms, taps, RoPE and flags with draftsmith.json, "
@@ -206,6 +207,6 @@ def _forward_check(engine: Engine, report: Mapping[str, Any], folder: Path, targ
             )
     return passed(
         name,
-        f"{title}'s class and the trained network agree over prefill and {len(golden['logits']) - 1} recurrent drafts: "
+        f"{title}'s class and {'the trained network' if read_record(folder) else 'our reading of config.json'} agree over prefill and {len(golden['logits']) - 1} recurrent drafts: "
         f"logits and hidden states within {worst.relative:.1e} of the largest value ({worst.step}, {worst.what})",
     )

@@ -28,6 +28,10 @@ from draftsmith.train.model import Drafter
 pytestmark = pytest.mark.engine
 
 SPEC = make_spec()
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
 QKV_BIAS = {f"midlayer.self_attn.{part}_proj.bias": torch.randn(rows) for part, rows in (("q", 96), ("k", 48), ("v", 48))}  # fmt: skip
 O_BIAS = {"midlayer.self_attn.o_proj.bias": torch.zeros(HIDDEN)}
 WHOLE = make_spec(draft_vocab_size=VOCAB)
@@ -56,6 +60,8 @@ class Form:
 QKV_UNREAD = tuple(f"self_attn.{part}_proj.bias: SGLang {UNREAD}" for part in "qkv")
 FORMS = {
     "eagle3": Form(),
+    "yarn": Form(make_spec(rope=RopeSpec(theta=50000.0, scaling=YARN))),
+    "llama3": Form(make_spec(rope=RopeSpec(theta=50000.0, scaling=LLAMA3))),
     "norm_before_fc": Form(make_spec(norm_before_fc=True)),
     "norm_before_fc_nested": Form(
         make_spec(norm_before_fc=True), config={"norm_before_fc": ABSENT, "eagle_config": IDS | {"norm_before_fc": True}}
