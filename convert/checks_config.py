@@ -64,7 +64,14 @@ def _architecture(subject: Subject) -> Check:
             "target is",
             subject.convert_command,
         )
-    wanted = ("llama",) if found == [LLAMA] else ("deepseek_v3", "kimi_k2")
+    if found == [MLA] and kind == "deepseek_v3":
+        return failed(
+            name, "model_type deepseek_v3: vLLM takes the drafter for a multi-token predictor; kimi_k2 serves in both",
+            subject.convert_command,
+        )  # fmt: skip
+    if found == [MLA] and subject.config.get("rope_interleave") is False:
+        return warned(name, "rope_interleave false: SGLang turns halves as trained, vLLM always neighbours")
+    wanted = ("llama",) if found == [LLAMA] else ("kimi_k2",)
     if kind not in wanted:
         return failed(
             name,

@@ -144,6 +144,11 @@ def _vocabulary(subject: Subject) -> Iterator[Check]:
         else:
             yield passed("vocab.d2t", "absent and not needed: the draft vocabulary is the target's")
         return
+    if spec.draft_vocab_size == spec.vocab_size:
+        yield failed(
+            "vocab.d2t", "present, but the draft vocabulary is the target's: vLLM refuses it", subject.convert_command
+        )
+        return
     if tensors["d2t"].dtype not in ("I64", "I32"):
         yield failed("vocab.d2t", f"dtype {tensors['d2t'].dtype}, expected I64: token ids would be fractions", RESAVE)
         return

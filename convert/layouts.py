@@ -31,7 +31,6 @@ class Layout:
         config: (spec, target, dtype) -> config.json.
         faults: what of a spec this form, or the engine that loads it, cannot carry; one sentence each.
         names: canonical beginning of a tensor name -> how it is written.
-        maps: whether d2t and t2d are written although the draft vocabulary is the target's.
     """
 
     name: LayoutName
@@ -39,7 +38,6 @@ class Layout:
     config: Callable[[DrafterSpec, Target, str], dict[str, Any]]
     faults: Callable[[DrafterSpec, Target], Iterator[str]]
     names: Mapping[str, str] = field(default_factory=dict)
-    maps: bool = True
 
     def written_name(self, name: str) -> str:
         """How this form calls a tensor."""
@@ -67,7 +65,8 @@ def portable_config(spec: DrafterSpec, target: Target, dtype: str) -> dict[str, 
     ids = encode(spec.taps, target)
     config: dict[str, Any] = {
         "architectures": [spec.architecture],
-        "model_type": "llama" if spec.mla is None else "deepseek_v3",
+        # vLLM takes a drafter of model_type deepseek_v3 for a multi-token predictor and refuses it.
+        "model_type": "llama" if spec.mla is None else "kimi_k2",
         **_layer_fields(spec, target),
         "draft_vocab_size": spec.draft_vocab_size,
         "tie_word_embeddings": False,
@@ -182,6 +181,9 @@ def _portable_faults(spec: DrafterSpec, target: Target) -> Iterator[str]:
             "norm_before_residual is true: SGLang adds the un-normed hidden state whatever the config says, and no "
             "weights can make up for it, since the norm is applied anew to each step's own state"
         )
+    scaling = (spec.rope.scaling or {}).get("rope_type")
+    if spec.mla is not None and scaling not in (None, "yarn"):
+        yield f"latent attention with {scaling} RoPE: both engines compute YaRN in its place"
 
 
 def _speculators_faults(spec: DrafterSpec, target: Target) -> Iterator[str]:
@@ -208,7 +210,6 @@ SPECULATORS_LAYOUT = Layout(
     speculators_config,
     _speculators_faults,
     {"midlayer.": "layers.0."},
-    False,
 )
 EAGLE_LAYOUT = Layout("eagle", "SafeAILab's form", eagle_config, _eagle_faults)
 

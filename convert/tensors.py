@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from io import RawIOBase
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -25,8 +26,8 @@ from draftsmith.configs.target import TensorRef, read_header
 
 Array = npt.NDArray[Any]
 
-PIECE = 1 << 22
-"""Elements read at once: 16 MiB of float32."""
+PIECE = 1 << 18
+"""Elements read at once: 512 KiB of bfloat16, which stay in the cache from reading to writing."""
 
 STORAGE: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
@@ -100,14 +101,25 @@ class FileTensor:
                 expected=", ".join(STORAGE),
             )
         storage, left = STORAGE[self.dtype], prod(self.shape)
-        with self.file.open("rb") as handle:
+        with self.file.open("rb", buffering=0) as handle:
             handle.seek(self.offset)
             while left:
-                piece = np.fromfile(handle, dtype=storage, count=min(PIECE, left))
-                if not piece.size:
+                piece = np.empty(min(PIECE, left), storage)
+                if not _fill(handle, piece):
                     raise DraftsmithError("the file ends inside a tensor", where=self.origin, mend="fetch it again")
                 left -= piece.size
                 yield piece
+
+
+def _fill(handle: RawIOBase, piece: Array) -> bool:
+    """Read until `piece` is full; False if the file ends first."""
+    space = piece.data.cast("B")
+    while space:
+        count = handle.readinto(space)
+        if not count:
+            return False
+        space = space[count:]
+    return True
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,8 @@ def output_tensors(drafter: CanonicalDrafter, layout: Layout, dtype: str) -> dic
     spec = drafter.spec
     tensors: dict[str, Tensor] = {}
     for name, tensor in drafter.tensors.items():
-        if name in ("d2t", "t2d") and spec.draft_vocab_size == spec.vocab_size and not layout.maps:
-            continue
+        if name in ("d2t", "t2d") and spec.draft_vocab_size == spec.vocab_size:
+            continue  # vLLM refuses a d2t that it does not need; SGLang takes draft ids for target ids without one
         if name == "d2t":
             tensors[name] = ValueTensor(read_array(tensor).astype("<i8"), tensor.origin)
         elif name == "t2d":

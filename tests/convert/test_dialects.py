@@ -39,10 +39,8 @@ FORMS = ("sglang", "vllm", "eagle")
 def expected(variant, form):
     """What the written file must hold, by hand."""
     weights = tensors_of(variant)
-    maps = maps_of(variant)
-    if form == "vllm":
-        return foreign.layers_0(weights) | ({} if variant.full else maps)
-    return weights | maps
+    maps = {} if variant.full else maps_of(variant)
+    return (foreign.layers_0(weights) if form == "vllm" else weights) | maps
 
 
 def can_carry(form, variant):
