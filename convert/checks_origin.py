@@ -12,7 +12,7 @@ from draftsmith.convert.dialects import SGLANG
 from draftsmith.convert.foreign import canonical_name
 from draftsmith.convert.layouts import SGLANG_LAYOUT, SPECULATORS_LAYOUT
 from draftsmith.convert.record import RECORD, Record
-from draftsmith.convert.tensors import sha256_tensor
+from draftsmith.convert.tensors import digest_tensor
 from draftsmith.convert.write import config_differences
 
 
@@ -59,7 +59,7 @@ def _tensors(subject: Subject, record: Record) -> Check:
         )
     if not subject.deep:
         return passed(name, f"the {len(record.tensors)} tensors that conversion wrote (bytes: --deep)")
-    changed = sorted(key for key, tensor in subject.tensors.items() if sha256_tensor(tensor) != recorded[key].sha256)
+    changed = sorted(key for key, tensor in subject.tensors.items() if digest_tensor(tensor) != recorded[key].xxh3)
     if changed:
         return failed(name, f"bytes changed since conversion: {', '.join(changed)}", "convert again or fetch again")
     return passed(name, f"{len(record.tensors)} tensors, every byte as conversion wrote it")

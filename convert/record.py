@@ -40,16 +40,16 @@ class TargetRecord(_Part):
 
 
 class TensorRecord(_Part):
-    """Shape, and SHA-256 of the stored bytes."""
+    """Shape, and XXH3-128 of the stored bytes."""
 
     shape: list[int]
-    sha256: str
+    xxh3: str
 
 
 class Record(_Part):
     """All of draftsmith.json; keys of later versions are passed over."""
 
-    version: Literal[1] = Field(default=1, alias="schema")
+    version: Literal[2] = Field(default=2, alias="schema")
     tool_version: str
     spec: DrafterSpec
     taps: TapsRecord
@@ -89,11 +89,11 @@ def make_record(
 
     Args:
         shapes: of the tensors by the names that the written form gives them.
-        hashes: SHA-256 of their bytes, by the same names.
+        hashes: XXH3-128 of their bytes, by the same names.
     """
     spec = drafter.spec.model_copy(update={"max_position_embeddings": target.context_length})
     return {
-        "schema": 1,
+        "schema": 2,
         "tool_version": __version__,
         "spec": spec.model_dump(mode="json"),
         "taps": {"convention": "layer-input", "layers": list(spec.taps)},
@@ -106,7 +106,7 @@ def make_record(
             "fingerprint": target.fingerprint(),
         },
         "provenance": dict(drafter.provenance),
-        "tensors": {name: {"shape": list(shapes[name]), "sha256": digest} for name, digest in hashes.items()},
+        "tensors": {name: {"shape": list(shapes[name]), "xxh3": digest} for name, digest in hashes.items()},
     }
 
 

@@ -431,4 +431,4 @@ def test_the_record_says_what_training_was(drafter):
     record = json.loads((drafter / "draftsmith.json").read_text())
     assert record["taps"] == {"convention": "layer-input", "layers": [2, 4, 5]}
     assert record["trained_length"] == 2048 and record["provenance"]["step"] == 123
-    assert len(record["tensors"]) == 15 and all(len(entry["sha256"]) == 64 for entry in record["tensors"].values())
+    assert len(record["tensors"]) == 15 and all(len(entry["xxh3"]) == 32 for entry in record["tensors"].values())
