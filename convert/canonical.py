@@ -14,6 +14,8 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.convert.tensors import FLOATS, Tensor
 
 EMBEDDING = "embed_tokens.weight"
+O_BIAS = "midlayer.self_attn.o_proj.bias"
+"""Of zeros, beside an fc.bias: SGLang builds both by one switch."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.convert.canonical import EMBEDDING, expected_shapes, key_faults, shape_faults
+from draftsmith.convert.canonical import EMBEDDING, O_BIAS, expected_shapes, key_faults, shape_faults
 from draftsmith.convert.check import Check, Subject, failed, passed, warned
 from draftsmith.convert.tensors import (
     FLOATS,
@@ -67,6 +67,8 @@ def _keys(subject: Subject) -> Check:
     if subject.spec is None:
         return failed(name, f"cannot be told: {subject.spec_fault}", subject.convert_command)
     expected = set(expected_shapes(subject.spec)) | ({EMBEDDING} & subject.tensors.keys())
+    if subject.spec.fc_bias:
+        expected.add(O_BIAS)  # which SGLang then builds too
     faults = key_faults(_names(subject), expected)
     if subject.spec.draft_vocab_size == subject.spec.vocab_size:
         faults = [fault for fault in faults if fault not in ("missing: d2t", "missing: t2d")]

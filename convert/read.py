@@ -10,7 +10,7 @@ from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target
-from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter, check_tensors
+from draftsmith.convert.canonical import EMBEDDING, O_BIAS, CanonicalDrafter, check_tensors
 from draftsmith.convert.dialects import DIALECTS, DRAFTSMITH, MISSING, Dialect, look_up
 from draftsmith.convert.dimensions import make_spec
 from draftsmith.convert.embedding import without_copy
@@ -134,7 +134,7 @@ def _read_own(
 
 def _added_zeros(spec: DrafterSpec, named: list[tuple[str, Tensor]]) -> set[str]:
     """The o_proj.bias that writing adds beside an fc.bias, since SGLang builds one."""
-    return {name for name, _ in named if spec.fc_bias and name == "midlayer.self_attn.o_proj.bias"}
+    return {name for name, _ in named if spec.fc_bias and name == O_BIAS}
 
 
 def check_maps(tensors: Mapping[str, Tensor], spec: DrafterSpec, *, where: object) -> None:

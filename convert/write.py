@@ -16,7 +16,7 @@ from draftsmith.configs.console import closing, console, meter, warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import atomic_folder, read_json, sweep_unfinished, write_json
 from draftsmith.configs.target import Target, read_target
-from draftsmith.convert.canonical import CanonicalDrafter
+from draftsmith.convert.canonical import O_BIAS, CanonicalDrafter
 from draftsmith.convert.foreign import ReadOptions
 from draftsmith.convert.layer_ids import engine_lines
 from draftsmith.convert.layouts import LAYOUTS, Layout
@@ -38,8 +38,6 @@ WEIGHTS = "model.safetensors"
 
 WORTH_SHOWING = 256_000_000
 """Bytes from which writing takes long enough to show its progress."""
-
-O_BIAS = "midlayer.self_attn.o_proj.bias"
 
 OUR_FILES = frozenset({"config.json", WEIGHTS, RECORD, INDEX, "README.md", "manifest.json"})
 """What a drafter folder may hold; a folder with anything else is never overwritten."""

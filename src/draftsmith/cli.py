@@ -182,6 +182,28 @@ def export(
     run_verb(drafter, destination, target, version=version)
 
 
+@app.command()
+def forecast(
+    acceptance: Annotated[str, typer.Argument(help="evaluate.json, or accept_i with commas: 0.7,0.45,0.28")],
+    decode_ms: Annotated[float | None, typer.Option(help="one token of the target without a drafter")] = None,
+    draft_ms: Annotated[float | None, typer.Option(help="one draft step")] = None,
+    verify_ms: Annotated[
+        str | None, typer.Option(help="one verify: 30, or positions:milliseconds like 2:22,4:30")
+    ] = None,
+    costs: Annotated[Path | None, typer.Option(help="a JSON table of these costs by batch size")] = None,
+    steps: Annotated[int, typer.Option(help="the deepest chain")] = 8,
+    png: Annotated[Path | None, typer.Option(help="draw speed-up by depth into this file")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the forecast as JSON on standard output")] = False,
+) -> None:
+    """Speed-up for every depth from acceptance and measured costs, and whether to deploy at all."""
+    from draftsmith.convert.forecast_command import forecast_command
+
+    forecast_command(
+        acceptance, decode_ms=decode_ms, draft_ms=draft_ms, verify_ms=verify_ms, costs=costs, most=steps, png=png,
+        as_json=json,
+    )  # fmt: skip
+
+
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
     if version:

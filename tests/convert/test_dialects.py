@@ -372,6 +372,7 @@ def test_biases_follow_the_tensors(tmp_path):
     found = load_file(out / "model.safetensors")
     assert torch.equal(found["fc.bias"], bias) and not found["midlayer.self_attn.o_proj.bias"].any()
     assert json.loads((out / "config.json").read_text())["bias"] is True
+    assert not [check for check in verify(out, target, deep=True) if check.status == "fail"]
     with pytest.raises(DraftsmithError, match="fc has a bias"):
         convert(real, target, tmp_path / "vllm", to="vllm")
     query = edited(tmp_path / "query", lambda t: t.update({"midlayer.self_attn.q_proj.bias": bias}))

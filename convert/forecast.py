@@ -1,0 +1,262 @@
+"""What a drafter gains, or loses, before it is deployed: tokens a second from acceptance and the costs of three calls.
+
+A round of speculation drafts k tokens, one call of the drafter after another, and verifies k+1 positions with one call
+of the target:
+
+    tokens a second at depth k = accept_length@k / (k * draft + verify(k + 1))
+    speed-up at depth k        = accept_length@k * decode / (k * draft + verify(k + 1))
+
+with accept_length@k = 1 + accept_0 + ... + accept_{k-1}. Costs depend on the batch size, so a table of costs has one row
+a batch size. Whatever else a server does in a round counts to `verify`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import atomic_file, read_json
+
+MOST_STEPS = 8
+WORTH = 1.05
+"""A speed-up below this is lost in the noise of a server."""
+
+EXAMPLE = '{"1": {"decode_ms": 12, "draft_ms": 1, "verify_ms": {"2": 22, "4": 30}}}'
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of one call each, at one batch size.
+
+    Attributes:
+        decode: one token of the target without speculation.
+        draft: one draft step.
+        verify: positions verified -> the target's call; between two the line through them counts, outside the nearest two.
+    """
+
+    batch: int
+    decode: float
+    draft: float
+    verify: Mapping[int, float]
+
+    def verifying(self, positions: int) -> float:
+        """The target's call over `positions` positions."""
+        known = sorted(self.verify)
+        if len(known) == 1:
+            return self.verify[known[0]]
+        above = next((index for index, size in enumerate(known) if size >= positions), len(known) - 1)
+        first, second = known[max(0, above - 1)], known[max(1, above)]
+        slope = (self.verify[second] - self.verify[first]) / (second - first)
+        return max(0.0, self.verify[first] + slope * (positions - first))
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The forecast for k drafted tokens a chain.
+
+    Attributes:
+        accept_length: tokens a round, bonus token included.
+        extrapolated: whether acceptance beyond the measured positions was needed.
+        round_ms: drafting and verifying.
+        speedup: over decoding without a drafter.
+        tokens_per_second: of one request.
+        break_even: the accept length at which this depth neither gains nor loses.
+    """
+
+    steps: int
+    accept_length: float
+    extrapolated: bool
+    round_ms: float
+    speedup: float
+    tokens_per_second: float
+    break_even: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All depths at one batch size, and the one to deploy; None: deploy none."""
+
+    costs: Costs
+    depths: tuple[Depth, ...]
+
+    @property
+    def best(self) -> Depth | None:
+        """The fastest depth if it is worth deploying."""
+        fastest = max(self.depths, key=lambda depth: depth.speedup)
+        return fastest if fastest.speedup >= WORTH else None
+
+    @property
+    def verdict(self) -> str:
+        """The plain truth in one sentence."""
+        fastest = max(self.depths, key=lambda depth: depth.speedup)
+        label = f"batch size {self.costs.batch}"
+        if self.best is not None:
+            return f"{label}: {fastest.steps} drafted tokens, {fastest.speedup:.2f}x"
+        if fastest.speedup >= 1:
+            return f"{label}: not worth deploying, {fastest.speedup:.2f}x at the best depth ({fastest.steps})"
+        return (
+            f"{label}: do not deploy: speculation loses at every depth, {fastest.speedup:.2f}x at the best "
+            f"({fastest.steps}); it needs an accept length of {fastest.break_even:.2f} there and has {fastest.accept_length:.2f}"
+        )
+
+
+def forecast(accept: Sequence[float], costs: Costs, most: int = MOST_STEPS) -> Forecast:
+    """Forecast depths 1..most.
+
+    Args:
+        accept: accept_i of measured chains: P(the first i+1 drafts are all right).
+        costs: at one batch size.
+
+    Raises:
+        DraftsmithError: values that are no probabilities, that grow, or costs that are not positive.
+    """
+    check_accept(accept)
+    known = list(accept)
+    depths = []
+    for steps in range(1, most + 1):
+        gained = 1 + sum(_accept_at(known, index) for index in range(steps))
+        spent = steps * costs.draft + costs.verifying(steps + 1)
+        depths.append(
+            Depth(
+                steps, gained, steps > len(known), spent, gained * costs.decode / spent, 1000 * gained / spent,
+                spent / costs.decode,
+            )
+        )  # fmt: skip
+    return Forecast(costs, tuple(depths))
+
+
+def _accept_at(accept: Sequence[float], index: int) -> float:
+    """accept_i; beyond what was measured every further draft is right as often, given the ones before, as the last was."""
+    if index < len(accept):
+        return accept[index]
+    last = accept[-1]
+    before = accept[-2] if len(accept) > 1 else 1.0
+    ratio = last / before if before else 0.0
+    return last * ratio ** (index - len(accept) + 1)
+
+
+def check_accept(accept: Sequence[float]) -> None:
+    """Stop at what cannot be acceptance."""
+    shares = all(type(value) in (int, float) and 0 <= value <= 1 for value in accept)
+    if not accept or not shares or any(a < b for a, b in itertools.pairwise(accept)):
+        raise DraftsmithError(
+            "acceptance must be probabilities that never grow: accept_i is the share of chains whose first i+1 drafts "
+            "are all right", where="acceptance", found=list(accept), expected="for instance 0.7,0.45,0.28",
+            mend="take accept_per_position of evaluate.json, or the engine's counters divided by its verify steps",
+        )  # fmt: skip
+
+
+def read_accept(text: str) -> list[float]:
+    """Acceptance from numbers with commas, or from the JSON file that `draftsmith evaluate` wrote."""
+    if Path(text).suffix == ".json":
+        found = read_json(Path(text), what="the evaluation", mend="draftsmith evaluate CONFIG")
+        served = found.get("as_served")
+        accept = served.get("accept_per_position") if isinstance(served, dict) else None
+        if not isinstance(accept, list):
+            raise DraftsmithError(
+                "the file has no as_served.accept_per_position", where=text, mend="draftsmith evaluate CONFIG"
+            )
+    else:
+        try:
+            accept = [float(part) for part in text.split(",")]
+        except ValueError:
+            raise DraftsmithError(
+                "acceptance is neither a JSON file nor numbers with commas", where="ACCEPTANCE", found=text,
+                expected="evaluate.json, or for instance 0.7,0.45,0.28",
+            ) from None  # fmt: skip
+    check_accept(accept)
+    return accept
+
+
+def read_verify(text: str) -> dict[int, float]:
+    """`30` (whatever the depth) or `2:22,4:30` (positions:milliseconds)."""
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        if len(pairs) == 1 and len(pairs[0]) == 1:
+            return {1: float(pairs[0][0])}
+        return {int(size): float(cost) for size, cost in pairs}
+    except ValueError:
+        raise DraftsmithError(
+            "the cost of verifying is not understood", where="--verify-ms", found=text,
+            expected="30, or positions:milliseconds like 2:22,4:30",
+        ) from None  # fmt: skip
+
+
+def read_costs(file: Path) -> list[Costs]:
+    """A table of costs by batch size.
+
+    Raises:
+        DraftsmithError: the file is missing or has other fields.
+    """
+    found = read_json(file, what="the table of costs")
+    rows = []
+    for batch, entry in found.items():
+        try:
+            verify = entry["verify_ms"]
+            sizes = verify if isinstance(verify, Mapping) else {"1": verify}
+            rows.append(
+                make_costs(int(batch), entry["decode_ms"], entry["draft_ms"], {int(k): v for k, v in sizes.items()})
+            )
+        except (KeyError, TypeError, ValueError):
+            raise DraftsmithError(
+                "the table of costs is not understood", where=file, found=json.dumps({batch: entry}), expected=EXAMPLE
+            ) from None
+    if not rows:
+        raise DraftsmithError("the table of costs is empty", where=file, expected=EXAMPLE)
+    return sorted(rows, key=lambda costs: costs.batch)
+
+
+def make_costs(batch: int, decode: Any, draft: Any, verify: Mapping[int, Any]) -> Costs:
+    """Costs, if every one is a positive number of milliseconds (a draft may cost nothing)."""
+    numbers = {"decode": decode, "draft": draft, **{f"verify at {size}": cost for size, cost in verify.items()}}
+    for label, value in numbers.items():
+        if type(value) not in (int, float) or not 0 <= value < float("inf") or (value == 0 and label != "draft"):
+            raise DraftsmithError(
+                f"the cost of {label} must be a positive number of milliseconds",
+                where=f"batch size {batch}",
+                found=value,
+            )
+    if not verify or min(verify) < 1 or batch < 1:
+        raise DraftsmithError("positions and batch sizes count from 1", where=f"batch size {batch}", found=dict(verify))
+    return Costs(batch, float(decode), float(draft), {size: float(cost) for size, cost in verify.items()})
+
+
+def draw(forecasts: Sequence[Forecast], file: Path) -> None:
+    """Speed-up by depth, one line a batch size, as a PNG that replaces an older one whole."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for entry in forecasts:
+        steps = [depth.steps for depth in entry.depths]
+        line = axis.plot(
+            steps, [depth.speedup for depth in entry.depths], marker="o", label=f"batch {entry.costs.batch}"
+        )
+        if entry.best is not None:
+            axis.plot(
+                entry.best.steps,
+                entry.best.speedup,
+                "o",
+                markersize=12,
+                markerfacecolor="none",
+                color=line[0].get_color(),
+            )
+    axis.axhline(1.0, color="black", linewidth=1)
+    axis.text(
+        0.995, 1.0, "without a drafter", transform=axis.get_yaxis_transform(), ha="right", va="bottom", fontsize="small"
+    )
+    axis.set_xlabel("drafted tokens a chain")
+    axis.set_ylabel("speed-up")
+    axis.set_title("forecast (circle: the depth to deploy)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    with atomic_file(file) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+    plt.close(figure)
