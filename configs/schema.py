@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from draftsmith.configs.errors import DraftsmithError
 
@@ -44,17 +44,58 @@ class TargetSection(Section):
 class PromptsSection(Section):
     """Prompts for training and for evaluation; a prompt that stands in both is dropped from training."""
 
-    train: str = Field(default="builtin:train", description="`builtin:train` or a jsonl file")
-    heldout: str = Field(default="builtin:heldout", description="`builtin:heldout` or a jsonl file")
+    train: str = Field(
+        default="builtin:train",
+        description="`builtin:train`, a jsonl, json or parquet file, a folder, or hf:NAME[#SUBSET][:SPLIT]",
+    )
+    heldout: str = Field(default="builtin:heldout", description="as `train`; `builtin:heldout` is the shipped set")
     train_limit: int | None = Field(default=None, gt=0, description="use N of them, at even distances through the file")
     heldout_limit: int | None = Field(
         default=None, gt=0, description="use N of them, at even distances through the file"
     )
+    strict: bool = Field(default=False, description="the first bad row stops the run, instead of being counted")
+    max_rejected: float = Field(
+        default=0.2, ge=0.0, le=1.0, description="share of bad or over-long rows above which the run stops"
+    )
 
 
 class SynthesizeSection(Section):
-    """The target answers every user turn."""
+    """The target answers every user turn, in this process or on servers; given assistant turns are answered anew."""
 
+    backend: Literal["transformers", "openai"] = Field(
+        default="transformers", description="`openai`: servers that speak OpenAI's API (SGLang, vLLM)"
+    )
+    servers: tuple[str, ...] = Field(
+        default=(), description="base URLs such as http://host:30000/v1; requests take turns over them"
+    )
+    model: str | None = Field(default=None, description="name that the servers give it; none: the first they list")
+    endpoint: Literal["completions", "chat"] = Field(
+        default="completions",
+        description="completions: the prompt goes out as token ids; chat: as messages that the server renders",
+    )
+    token_ids: bool = Field(
+        default=True,
+        description="ask for the generated ids (vLLM's and SGLang's return_token_ids); false for servers that refuse the field",
+    )
+    concurrency: int = Field(default=64, gt=0, description="conversations in flight over all servers")
+    timeout: float = Field(default=600.0, gt=0.0, description="seconds that one request may take")
+    retries: int = Field(default=6, ge=0, description="further attempts after an error or a broken answer")
+    patience: float = Field(
+        default=900.0, ge=0.0, description="seconds to wait for servers while none of them can be reached"
+    )
+    api_key_env: str = Field(
+        default="OPENAI_API_KEY", description="environment variable that holds the servers' key, if they want one"
+    )
+    template_kwargs: dict[str, JsonValue] = Field(
+        default={}, description="handed to the chat template, as servers do: {enable_thinking: false}"
+    )
+    history: Literal["template", "seen"] = Field(
+        default="template",
+        description="a later turn sees earlier answers as the template renders them (as served; a rewritten history starts a new sequence), or as the target wrote them",
+    )
+    cut: Literal["keep", "drop"] = Field(
+        default="keep", description="conversations with a turn cut at max_new_tokens: kept, or left out at the end"
+    )
     batch_size: int = Field(default=16, gt=0, description="conversations answered at once")
     workers: int = Field(
         default=1,
@@ -70,6 +111,12 @@ class SynthesizeSection(Section):
         default="float32",
         description="held-out text and states should equal what an engine serves; `target`: as target.dtype",
     )
+
+    @model_validator(mode="after")
+    def _servers_named(self) -> SynthesizeSection:
+        if self.backend == "openai" and not self.servers:
+            raise ValueError("backend openai needs servers=[http://host:port/v1, ...]")
+        return self
 
 
 class HarvestSection(Section):

@@ -5,6 +5,7 @@ A killed process can tear only the last line; the log drops a torn line when it 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import atomic_file, fsync_path
@@ -22,40 +23,73 @@ if TYPE_CHECKING:
 
 
 class Message(BaseModel):
-    """One turn's text."""
+    """One turn's text, and what belongs to a tool call or its result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: tuple[dict[str, JsonValue], ...] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
 
 
 class Conversation(BaseModel):
-    """A conversation as the target saw and wrote it."""
+    """A conversation as the target saw and wrote it: one token sequence.
+
+    Where the chat template rewrites earlier answers (it strips their reasoning), a later turn was generated after other
+    tokens than the ones that the target wrote. Such a conversation has several parts, one sequence each, every turn
+    standing behind the history that it was generated from; earlier answers in a later part are history, not generated.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     id: str = Field(min_length=1)
     category: str
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, JsonValue], ...] | None = None
     input_ids: tuple[int, ...] = Field(min_length=1, description="every token, templates included")
     spans: tuple[tuple[int, int], ...] = Field(
         min_length=1, description="[start, end) of each generated turn, end-of-turn token included"
     )
     finish: tuple[Literal["stop", "length"], ...] = Field(description="how each generated turn ended")
-    mean_logprob: float = Field(description="mean log-probability of the generated tokens, temperature 1, in nats")
+    answers: tuple[int, ...] | None = Field(
+        default=None, description="index in `messages` of each span's answer; none: every assistant message in order"
+    )
+    mean_logprob: float | None = Field(
+        default=None, description="mean log-probability of the generated tokens, temperature 1, in nats"
+    )
     greedy: bool
     target: str = Field(description="hash of the target's fingerprint")
+    prompt: str | None = Field(default=None, description="id of the prompt, where the conversation has several parts")
+    parts: int = Field(default=1, ge=1, description="sequences of that prompt, which stand on consecutive lines")
 
     @model_validator(mode="after")
     def _consistent(self) -> Conversation:
-        answers = sum(message.role == "assistant" for message in self.messages)
-        if not len(self.spans) == len(self.finish) == answers:
-            raise ValueError(f"{len(self.spans)} spans, {len(self.finish)} finish reasons, {answers} assistant turns")
+        places = self.answer_places
+        if not len(self.spans) == len(self.finish) == len(places):
+            raise ValueError(
+                f"{len(self.spans)} spans, {len(self.finish)} finish reasons, {len(places)} assistant turns"
+            )
+        if any(not 0 <= place < len(self.messages) or self.messages[place].role != "assistant" for place in places):
+            raise ValueError(f"answers {places} do not name assistant messages")
         past = 0
         for start, end in self.spans:
             if not past <= start < end <= len(self.input_ids):
                 raise ValueError(f"span [{start}, {end}) is empty, overlaps or leaves the {len(self.input_ids)} tokens")
             past = end
         return self
+
+    @property
+    def answer_places(self) -> tuple[int, ...]:
+        """Index in `messages` of the answer that each span holds."""
+        if self.answers is not None:
+            return self.answers
+        return tuple(index for index, message in enumerate(self.messages) if message.role == "assistant")
+
+    @property
+    def prompt_id(self) -> str:
+        """The prompt that was answered; parts of one conversation share it."""
+        return self.id if self.prompt is None else self.prompt
 
     def generated_mask(self) -> torch.Tensor:
         """bool (T,): True where the target wrote the token."""
@@ -75,21 +109,27 @@ class Conversation(BaseModel):
 class ConversationLog:
     """Append-only writer that survives being killed; what `append` returned from is on disk.
 
-    A context manager. On entry a torn last line is cut off and `recorded` holds what earlier runs finished, by id.
+    A context manager that one process at a time may enter. On entry a torn last line is cut off, and with it a last
+    conversation of which some parts are missing; `recorded` then holds the place of what earlier runs finished, by
+    prompt. Conversations themselves stay on disk.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.recorded: dict[str, Conversation] = {}
+        self.recorded: dict[str, tuple[int, int]] = {}
+        """Prompt id -> first byte and length of its lines."""
 
     def __enter__(self) -> ConversationLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            self.recorded = {conversation.id: conversation for conversation in read_conversations(self._path)}
-            whole = _whole_bytes(self._path)
-            if whole < self._path.stat().st_size:
-                os.truncate(self._path, whole)
-        self._handle = self._path.open("a", encoding="utf-8")
+        self._handle = self._path.open("a+b")
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._recall()
+        except BaseException as error:
+            self._handle.close()
+            if isinstance(error, BlockingIOError):
+                raise DraftsmithError("another process writes these conversations", where=self._path) from None
+            raise
         fsync_path(self._path.parent)
         return self
 
@@ -99,20 +139,58 @@ class ConversationLog:
         self._handle.close()
 
     def append(self, conversations: Iterable[Conversation]) -> None:
-        """Write those whose id is not recorded yet, and flush them to disk."""
-        fresh = [conversation for conversation in conversations if conversation.id not in self.recorded]
-        self._handle.write("".join(map(_line, fresh)))
+        """Write those whose prompt is not recorded yet, parts of one conversation together, and flush them to disk."""
+        groups: dict[str, bytes] = {}
+        for conversation in conversations:
+            if conversation.prompt_id not in self.recorded:
+                groups[conversation.prompt_id] = groups.get(conversation.prompt_id, b"") + _line(conversation).encode()
+        place = self._handle.seek(0, os.SEEK_END)
+        self._handle.write(b"".join(groups.values()))
         self._handle.flush()
         os.fsync(self._handle.fileno())
-        self.recorded |= {conversation.id: conversation for conversation in fresh}
+        for prompt, lines in groups.items():
+            self.recorded[prompt] = (place, len(lines))
+            place += len(lines)
+
+    def read(self, prompt: str) -> list[Conversation]:
+        """The recorded parts of a prompt's conversation."""
+        return [Conversation.model_validate_json(line) for line in self._lines(prompt).splitlines()]
+
+    def rewrite(self, prompts: Iterable[str]) -> None:
+        """Put the file into the order of `prompts`, atomically; what is not named is left out."""
+        with atomic_file(self._path) as temporary, temporary.open("wb") as handle:
+            for prompt in prompts:
+                handle.write(self._lines(prompt))
+
+    def _lines(self, prompt: str) -> bytes:
+        start, length = self.recorded[prompt]
+        self._handle.seek(start)
+        return self._handle.read(length)
+
+    def _recall(self) -> None:
+        place = whole = 0
+        unfinished: list[Conversation] = []
+        for conversation, length in _read_lines(self._path):
+            place += length
+            unfinished.append(conversation)
+            if len(unfinished) == conversation.parts:
+                self.recorded[conversation.prompt_id] = (whole, place - whole)
+                whole, unfinished = place, []
+        if whole < self._path.stat().st_size:
+            os.truncate(self._path, whole)
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
-    """Every whole line of a conversations file; a torn last line is passed over.
+    """Every whole line of a conversations file, one at a time; a torn last line is passed over.
 
     Raises:
         DraftsmithError: no such file, a line that is no conversation, or an id that occurs twice.
     """
+    return (conversation for conversation, _ in _read_lines(path))
+
+
+def _read_lines(path: Path) -> Iterator[tuple[Conversation, int]]:
+    """Conversations and the bytes of their lines."""
     if not path.is_file():
         raise DraftsmithError("the conversations are missing", where=path, mend="draftsmith synthesize CONFIG")
     seen: set[str] = set()
@@ -134,7 +212,7 @@ def read_conversations(path: Path) -> Iterator[Conversation]:
                     f"line {number} repeats a conversation", where=path, found=conversation.id, mend="delete the line"
                 )
             seen.add(conversation.id)
-            yield conversation
+            yield conversation, len(line)
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
@@ -144,10 +222,5 @@ def write_conversations(path: Path, conversations: Iterable[Conversation]) -> No
 
 
 def _line(conversation: Conversation) -> str:
-    return json.dumps(conversation.model_dump(), ensure_ascii=False) + "\n"
-
-
-def _whole_bytes(path: Path) -> int:
-    """Length of the file up to its last newline."""
-    content = path.read_bytes()
-    return content.rfind(b"\n") + 1
+    record = conversation.model_dump(exclude_none=True, exclude={"parts"} if conversation.parts == 1 else None)
+    return json.dumps(record, ensure_ascii=False) + "\n"

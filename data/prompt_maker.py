@@ -14,7 +14,9 @@ from math import prod
 import yaml
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.data.prompt_sets import BUILTIN, FOLDER, Prompt, load_prompts
+from draftsmith.data.prompt_files import BUILTIN, FOLDER
+from draftsmith.data.prompt_rows import Prompt
+from draftsmith.data.prompt_sets import load_prompts
 
 TEMPLATES = FOLDER / "templates.yaml"
 RESERVED_SHARE = 10

@@ -1,156 +1,135 @@
-"""Prompts: what the target is asked. The built-in sets, jsonl files of users, and the wall between training and held-out.
+"""Prompts: what the target is asked. The built-in sets, users' files, and the wall between training and held-out.
 
-A row of a file may be draftsmith's own (`{"id", "category", "turns", "system"}`), OpenAI messages
-(`{"messages": [{"role", "content"}, ...]}`) or plain (`{"prompt": "..."}`). Assistant turns of messages are left out:
-the target answers itself. A bad row is skipped and counted by reason; it never stops a run.
+Everything streams: of a row that is read nothing stays in memory but eight bytes of its hash. A bad row is skipped,
+counted by reason and listed (`data/rejects.py`); it stops a run only when `prompts.strict` says so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from draftsmith.configs.console import warn
 from draftsmith.configs.errors import DraftsmithError
-
-FOLDER = Path(__file__).parent / "prompts"
-BUILTIN = {"builtin:train": FOLDER / "train.jsonl", "builtin:heldout": FOLDER / "heldout.jsonl"}
-
-
-class Prompt(BaseModel):
-    """One or more user turns, to be answered in order."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    id: str = Field(min_length=1)
-    category: str = "general"
-    turns: tuple[str, ...] = Field(min_length=1)
-    system: str | None = None
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """The user turns, normalised: equal keys mean equal questions."""
-        return tuple(normalise(turn) for turn in self.turns)
+from draftsmith.configs.schema import RunConfig, Split
+from draftsmith.data.prompt_files import read_rows, source_name
+from draftsmith.data.prompt_rows import BadRowError, Prompt, read_row
+from draftsmith.data.rejects import Rejects
 
 
-class _BadRowError(Exception):
-    """Why a row is skipped."""
+@dataclass(frozen=True)
+class Entry:
+    """A prompt and the line or row that it stands on."""
+
+    line: int
+    prompt: Prompt
 
 
 def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a built-in set or a jsonl file; a repeated question or a bad row is skipped, counted and reported.
+    """Every prompt of a source in memory, for small sets; `stream_prompts` says what is read and refused."""
+    rejects = Rejects(source)
+    prompts = [entry.prompt for entry in stream_prompts(source, rejects, limit)]
+    rejects.report()
+    return prompts
+
+
+def stream_prompts(source: str, rejects: Rejects, limit: int | None = None) -> Iterator[Entry]:
+    """Prompts of a source in its order; a repeated question, a repeated id or a bad row is skipped and counted.
 
     Args:
-        source: `builtin:train`, `builtin:heldout` or the path of a jsonl file.
-        limit: keep this many, at even distances through the file, so that their mix is the file's.
+        source: `builtin:train`, `builtin:heldout`, a file or folder, or `hf:NAME[#SUBSET][:SPLIT]`.
+        rejects: takes what is left out.
+        limit: keep this many, at even distances through the file, so that their mix is the file's. The source is then
+            read twice.
 
     Raises:
-        DraftsmithError: no such file, or no usable row in it.
+        DraftsmithError: no such source, no usable row in it, or a bad row where `rejects` is strict.
     """
-    path = BUILTIN.get(source, Path(source))
-    if not path.is_file():
-        raise DraftsmithError(
-            "the prompts do not exist", where=path, expected=f"a jsonl file, or one of {', '.join(BUILTIN)}"
-        )
-    prompts: list[Prompt] = []
-    ids: set[str] = set()
-    keys: set[tuple[str | None, tuple[str, ...]]] = set()
-    skipped: Counter[str] = Counter()
-    with path.open("rb") as handle:
-        for number, line in enumerate(handle, start=1):
-            if not line.strip():
-                continue
-            try:
-                prompt = _read_row(line, f"{path.stem}-{number:06d}")
-            except _BadRowError as reason:
-                skipped[str(reason)] += 1
-                continue
-            key = (prompt.system, prompt.key)
-            if prompt.id in ids or key in keys:
-                skipped["repeated id" if prompt.id in ids else "repeated question"] += 1
-                continue
-            ids.add(prompt.id)
-            keys.add(key)
-            prompts.append(prompt)
-    if skipped:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
-        warn(f"{sum(skipped.values()):,} of {len(prompts) + sum(skipped.values()):,} rows of {path} skipped: {reasons}")
-    if not prompts:
-        raise DraftsmithError("the file holds no usable prompt", where=path, found=dict(skipped) or "an empty file")
-    return prompts if limit is None else even_sample(prompts, limit)
+    if limit is None:
+        yield from _usable(source, rejects)
+        return
+    count = sum(1 for _ in _usable(source, rejects))
+    wanted = {index * count // limit for index in range(limit)} if limit < count else range(count)
+    for index, entry in enumerate(_usable(source, Rejects(source))):
+        if index in wanted:
+            yield entry
 
 
-def even_sample(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """`limit` prompts at even distances through the file, so that few have the file's own mix; all if there are fewer."""
-    if limit >= len(prompts):
-        return list(prompts)
-    return [prompts[index * len(prompts) // limit] for index in range(limit)]
+def select_prompts(config: RunConfig, split: Split, rejects: Rejects | None = None) -> Iterator[Entry]:
+    """The split's prompts, one at a time; those of training that also stand in held-out are dropped and counted.
 
+    Args:
+        rejects: takes what is left out; none: the file's bad rows are counted and forgotten.
 
-def drop_overlap(train: Iterable[Prompt], heldout: Iterable[Prompt]) -> list[Prompt]:
-    """Training prompts without those of which any user turn opens a held-out conversation; says how many it dropped."""
-    held = {prompt.key[0] for prompt in heldout}
-    kept, dropped = [], 0
-    for prompt in train:
-        if held.isdisjoint(prompt.key):
-            kept.append(prompt)
-        else:
+    Raises:
+        DraftsmithError: as `stream_prompts`.
+    """
+    section = config.prompts
+    source, limit = (
+        (section.heldout, section.heldout_limit) if split == "heldout" else (section.train, section.train_limit)
+    )
+    rejects = Rejects(source, strict=section.strict) if rejects is None else rejects
+    if split == "heldout":
+        yield from stream_prompts(source, rejects, limit)
+        return
+    heldout = stream_prompts(section.heldout, Rejects(section.heldout), section.heldout_limit)
+    held = openings(entry.prompt for entry in heldout)
+    dropped = 0
+    for entry in stream_prompts(source, rejects, limit):
+        if overlaps(entry.prompt, held):
             dropped += 1
+        else:
+            yield entry
     if dropped:
         warn(f"{dropped:,} training prompts also stand in the held-out set and were dropped")
-    return kept
 
 
-def normalise(text: str) -> str:
-    """Text for comparison: Unicode NFKC, lower case, letters and digits only, one space between words."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join("".join(sign if sign.isalnum() else " " for sign in folded).split())
+def openings(heldout: Iterable[Prompt]) -> set[int]:
+    """Marks of the questions that open held-out conversations."""
+    return {_mark(prompt.key[0]) for prompt in heldout}
 
 
-def _read_row(line: bytes, fallback_id: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise _BadRowError("not JSON") from None
-    if not isinstance(row, dict):
-        raise _BadRowError("not an object")
-    system = row.get("system")
-    if "turns" in row:
-        turns = row["turns"]
-    elif "messages" in row:
-        turns, system = _read_messages(row["messages"])
-    elif "prompt" in row:
-        turns = [row["prompt"]]
-    else:
-        raise _BadRowError("without turns, messages or prompt")
-    if not isinstance(turns, list) or not turns:
-        raise _BadRowError("without a user turn")
-    if not all(isinstance(turn, str) for turn in turns) or not isinstance(system, str | None):
-        raise _BadRowError("with content that is no text")
-    if not all(turn.strip() for turn in turns):
-        raise _BadRowError("with an empty user turn")
-    identity, category = row.get("id", fallback_id), row.get("category", "general")
-    if not isinstance(identity, str | int) or isinstance(identity, bool) or not isinstance(category, str):
-        raise _BadRowError("with a bad id or category")
-    return Prompt(id=str(identity) or fallback_id, category=category, turns=tuple(turns), system=system)
+def overlaps(prompt: Prompt, held: Collection[int]) -> bool:
+    """Whether any user turn of `prompt` opens a held-out conversation."""
+    return any(_mark(key) in held for key in prompt.key)
 
 
-def _read_messages(messages: Any) -> tuple[list[Any], Any]:
-    """User turns and system text of OpenAI messages."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise _BadRowError("with malformed messages")
-    roles = [message.get("role") for message in messages]
-    if unknown := set(map(str, roles)) - {"system", "user", "assistant"}:
-        raise _BadRowError(f"with role {sorted(unknown)[0]}")
-    if "system" in roles[1:]:
-        raise _BadRowError("with a system message that is not the first")
-    spoken = roles[1:] if roles[:1] == ["system"] else roles
-    if spoken[:1] == ["assistant"]:
-        raise _BadRowError("that begins with the assistant")
-    turns = [message.get("content") for message in messages if message["role"] == "user"]
-    return turns, messages[0].get("content") if roles[:1] == ["system"] else None
+def _usable(source: str, rejects: Rejects) -> Iterator[Entry]:
+    stem = source_name(source)
+    ids: set[int] = set()
+    questions: set[int] = set()
+    for row in read_rows(source):
+        rejects.rows += 1
+        try:
+            if row.fault is not None:
+                raise BadRowError(row.fault)
+            prompt = read_row(row.value, f"{stem}-{row.number:06d}")
+        except BadRowError as reason:
+            rejects.add(row.number, str(reason))
+            continue
+        identity, question = _mark(prompt.id), _question(prompt)
+        if identity in ids or question in questions:
+            reason_ = "repeated id" if identity in ids else "repeated question"
+            rejects.add(row.number, reason_, prompt.id, repeated=True)
+            continue
+        ids.add(identity)
+        questions.add(question)
+        yield Entry(row.number, prompt)
+    if not ids:
+        raise DraftsmithError(
+            "the file holds no usable prompt", where=source, found=rejects.counts() or "an empty file"
+        )
+
+
+def _question(prompt: Prompt) -> int:
+    """Mark of everything that the target is asked; equal up to case and punctuation of what the user says."""
+    given = [None if isinstance(turn, str) else turn[1:] for turn in prompt.turns]
+    rest = [prompt.system, prompt.tools, given] if prompt.tools or any(given) else [prompt.system]
+    return _mark(json.dumps([*prompt.key, *rest], sort_keys=True))
+
+
+def _mark(text: str) -> int:
+    """64 bits of a hash: two of a million prompts share one with a chance of one in thirty million."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from draftsmith.configs.files import read_json
 from draftsmith.configs.schema import RunConfig
-from draftsmith.data.synthesize import prompts_hash, select_prompts, summary_file
+from draftsmith.data.prompt_sets import select_prompts
+from draftsmith.data.synthesize import digest_of, summary_file
 
 
 def planned_conversations(config: RunConfig) -> tuple[int, int, int | None]:
@@ -13,9 +14,10 @@ def planned_conversations(config: RunConfig) -> tuple[int, int, int | None]:
     Raises:
         DraftsmithError: prompts that cannot be read.
     """
-    prompts, file = select_prompts(config, "train"), summary_file(config, "train")
+    digest, count, turns = digest_of(select_prompts(config, "train"))
+    file = summary_file(config, "train")
     if file.is_file():
         summary = read_json(file, what="the summary of the conversations")
-        if summary.get("complete") and summary.get("prompts") == prompts_hash(prompts):
+        if summary.get("complete") and summary.get("prompts") == digest:
             return summary["conversations"], summary["turns"], summary["tokens"]
-    return len(prompts), sum(len(prompt.turns) for prompt in prompts), None
+    return count, turns, None

@@ -1,97 +1,110 @@
 """The target answers every user turn of every prompt: prompts -> conversations, one jsonl file a split.
 
-The plan of batches is a function of prompts and configuration alone. A batch is appended to the file when it is
-finished; a killed run goes on with the unfinished batches, and the finished file, put into the order of the prompts,
-has the same bytes as an unbroken run's.
+Prompts stream through temporary files: chosen, then checked against the chat template, then asked; none of them all is
+ever in memory. What is asked in which batch is a function of prompts and configuration alone. Finished conversations are
+appended to the file; a killed run goes on with the unfinished ones, and the finished file, put into the order of the
+prompts, has the same bytes as an unbroken run's, as far as whoever answers gives the same answer twice.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from draftsmith import __version__
-from draftsmith.configs.console import closing, console, meter, warn
+from draftsmith.configs.console import Meter, closing, console, meter, warn
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import read_json, sha256_json, write_json
-from draftsmith.configs.schema import RunConfig, Split
-from draftsmith.configs.target import read_target
-from draftsmith.data.answering import Thread, answers, system_message
-from draftsmith.data.chat import ChatFormat
-from draftsmith.data.conversations import (
-    Conversation,
-    ConversationLog,
-    read_conversations,
-    write_conversations,
-)
-from draftsmith.data.prompt_sets import Prompt, drop_overlap, load_prompts
-from draftsmith.data.target_model import configured_stop_ids, load_tokenizer, split_dtype, target_mark
+from draftsmith.configs.files import read_json, write_json
+from draftsmith.configs.schema import RunConfig, Split, SynthesizeSection
+from draftsmith.configs.target import Target, read_target
+from draftsmith.data.answering import answers
+from draftsmith.data.chat import ChatFormat, TemplateRefusalError
+from draftsmith.data.conversations import Conversation, ConversationLog, read_conversations
+from draftsmith.data.prompt_rows import Prompt
+from draftsmith.data.prompt_sets import Entry, select_prompts
+from draftsmith.data.rejects import Rejects
+from draftsmith.data.remote import answer_remotely, say_servers
+from draftsmith.data.target_model import chat_format, split_dtype, target_mark
+from draftsmith.data.threads import Thread
+
+WINDOW = 4096
+"""Prompts that are sorted by length together, and so held in memory at once."""
+
+FREE = {"batch_size", "workers", "heldout_dtype", "max_prompt_tokens", "servers", "concurrency", "timeout", "retries",
+        "patience", "api_key_env", "cut"}  # fmt: skip
+"""Settings that may change between two runs into the same file: they change no answer."""
 
 
 def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None, dtype: str | None = None) -> Path:
-    """Write `config.conversations(split)` and, beside it, a summary; returns the jsonl's path.
+    """Write `config.conversations(split)` and, beside it, a summary and what was left out; returns the jsonl's path.
 
     Args:
         batch_size: conversations answered at once; none: `synthesize.batch_size`.
         dtype: the target's dtype; none: `target.dtype` for training, `synthesize.heldout_dtype` for held-out.
 
     Raises:
-        DraftsmithError: no target, no usable prompts, or the file there was made with other settings, another target or
-            other prompts.
+        DraftsmithError: no target, no usable prompts or too many bad ones, the file there was made with other settings,
+            another target or other prompts, or some prompts stayed unanswered.
     """
     target = read_target(config.target.path)
     dtype = split_dtype(config, split, target) if dtype is None else dtype
     path, summary_path = config.conversations(split), summary_file(config, split)
-    prompts = select_prompts(config, split)
-    settings = {
-        "target": target_mark(target),
-        "dtype": dtype,
-        **config.synthesize.model_dump(exclude={"batch_size", "workers", "heldout_dtype", "max_prompt_tokens"}),
-    }
-    _refuse_other_settings(path, summary_path, settings)
-    digest = prompts_hash(prompts)
-    if path.is_file():
-        summary = read_json(summary_path, what="the summary of the conversations")
-        if summary.get("complete") and summary.get("prompts") == digest:
-            closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
-            return path
-
-    chat = ChatFormat(load_tokenizer(config.target), configured_stop_ids(config.target.path))
-    threads, rejected = _open_threads(
-        prompts, chat, min(config.synthesize.max_prompt_tokens, target.context_length - 1)
+    rejects = Rejects(
+        config.prompts.heldout if split == "heldout" else config.prompts.train, strict=config.prompts.strict
     )
-    if not threads:
-        raise DraftsmithError("no prompt is usable", where=f"prompts.{split}", found=dict(rejected))
-    plan = plan_batches(threads, batch_size or config.synthesize.batch_size)
-    write_json(summary_path, {"settings": settings, "prompts": digest, "complete": False})
-    with ConversationLog(path) as log:
-        _refuse_other_prompts(log.recorded, threads, path)
-        left = [batch for batch in plan if any(thread.prompt.id not in log.recorded for thread in batch)]
-        if left:
-            console.print(
-                f"{config.target.path.name} answers {sum(map(len, left)):,} of {len(threads):,} {split} prompts "
-                f"in {dtype}, {max(map(len, left))} at once"
-            )
-            _run(answers(config, dtype, left), left, log, len(threads))
-        conversations = [log.recorded[thread.prompt.id] for thread in threads]
-    write_conversations(path, conversations)
-    facts = _facts(conversations, rejected)
+    with _spool() as chosen, _spool() as usable:
+        digest = digest_of(chosen.write(select_prompts(config, split, rejects)))[0]
+        chat = chat_format(config)
+        settings = {
+            "target": target_mark(target),
+            "dtype": dtype if config.synthesize.backend == "transformers" else "server",
+            "template": chat.template_hash,
+            **config.synthesize.model_dump(mode="json", exclude=FREE),
+        }
+        _refuse_other_settings(path, summary_path, settings)
+        if path.is_file():
+            summary = read_json(summary_path, what="the summary of the conversations")
+            if (
+                summary.get("complete")
+                and summary.get("prompts") == digest
+                and summary.get("cut_is") == _cut_is(config)
+            ):
+                closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
+                return path
+        longest = min(config.synthesize.max_prompt_tokens, target.context_length - 1)
+        total = sum(1 for _ in usable.write(_fitting(chosen, chat, longest, rejects)))
+        if not total:
+            raise DraftsmithError("no prompt is usable", where=f"prompts.{split}", found=rejects.counts())
+        rejects.refuse_too_many(config.prompts.max_rejected, rejects_file(config, split))
+        work = _Work(config, split, target, chat, dtype, usable, total, batch_size or config.synthesize.batch_size)
+        _check_recorded(path, work)
+        write_json(summary_path, {"settings": settings, "prompts": digest, "complete": False})
+        rejects.write(rejects_file(config, split))
+        with ConversationLog(path) as log:
+            work.answer_rest(log)
+            log.rewrite(prompt.id for prompt in work.prompts() if not work.is_dropped(log, prompt.id))
+        facts = work.facts(rejects)
+        if not facts["conversations"]:
+            raise DraftsmithError(
+                "every conversation has a turn that was cut, and synthesize.cut=drop leaves none", where=path,
+                mend="raise synthesize.max_new_tokens",
+            )  # fmt: skip
     write_json(
         summary_path,
-        {"settings": settings, "prompts": digest, "complete": True, **facts, "tool_version": __version__},
-    )
-    if facts["cut"]:
-        warn(f"{facts['cut']:,} turns reached max_new_tokens and were cut; their end-of-turn token is never supervised")
-    if rejected:
-        warn("prompts rejected: " + ", ".join(f"{count} {reason}" for reason, count in sorted(rejected.items())))
-    closing(
-        f"{path}: {len(conversations):,} conversations, {facts['generated_tokens']:,} generated tokens, "
-        f"mean log-probability {facts['mean_logprob']:.3f}",
-        None if split == "heldout" else "draftsmith vocab CONFIG, draftsmith harvest CONFIG",
-    )
+        {
+            "settings": settings, "prompts": digest, "complete": True, "cut_is": _cut_is(config), **facts,
+            "tool_version": __version__,
+        },
+    )  # fmt: skip
+    _say(config, split, facts, rejects)
     return path
 
 
@@ -128,50 +141,205 @@ def finished_conversations(config: RunConfig, split: Split) -> list[Conversation
     return conversations
 
 
-def select_prompts(config: RunConfig, split: Split) -> list[Prompt]:
-    """The split's prompts; those of training that also stand in held-out are dropped."""
-    heldout = load_prompts(config.prompts.heldout, config.prompts.heldout_limit)
-    if split == "heldout":
-        return heldout
-    return drop_overlap(load_prompts(config.prompts.train, config.prompts.train_limit), heldout)
+def rejects_file(config: RunConfig, split: Split) -> Path:
+    """Rows that were left out, with line number and reason."""
+    return config.conversations(split).with_suffix(".rejects.jsonl")
 
 
-def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of the prompts' content and order."""
-    return sha256_json([prompt.model_dump() for prompt in prompts])
+def digest_of(entries: Iterable[Entry]) -> tuple[str, int, int]:
+    """SHA-256 of the prompts' content and order, and how many prompts and turns there are."""
+    digest, count, turns = hashlib.sha256(), 0, 0
+    for entry in entries:
+        digest.update(entry.prompt.model_dump_json().encode() + b"\n")
+        count += 1
+        turns += len(entry.prompt.turns)
+    return digest.hexdigest(), count, turns
 
 
 def plan_batches(threads: Sequence[Thread], batch_size: int) -> list[list[Thread]]:
     """Batches of conversations with equally many turns and prompts of about equal length, longest first."""
-    order = sorted(threads, key=lambda one: (-len(one.prompt.turns), -len(one.first_ids), one.prompt.id))
+    order = sorted(threads, key=lambda one: (-len(one.prompt.turns), -len(one.opening.ids), one.prompt.id))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def _run(
-    finished_batches: Iterator[list[Conversation]],
-    batches: Sequence[Sequence[Thread]],
-    log: ConversationLog,
-    total: int,
-) -> None:
-    started, tokens = time.monotonic(), 0
-    with meter("synthesize", total, "conversations", done=total - sum(map(len, batches))) as progress:
-        for finished in finished_batches:
-            log.append(finished)
-            tokens += sum(conversation.generated_tokens for conversation in finished)
-            rate = tokens / (time.monotonic() - started)
-            progress.advance(len(finished), note=f"{rate:,.0f} tokens/s")
+class _Spool:
+    """Prompts with their line numbers in a temporary file."""
+
+    def __init__(self, handle: IO[str]) -> None:
+        self._handle = handle
+
+    def write(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Write entries as they pass."""
+        for entry in entries:
+            self._handle.write(f"{entry.line}\t{entry.prompt.model_dump_json()}\n")
+            yield entry
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Read from the beginning; several readers do not disturb each other."""
+        self._handle.flush()
+        with Path(self._handle.name).open(encoding="utf-8", newline="\n") as reader:
+            for text in reader:
+                line, _, prompt = text.partition("\t")
+                yield Entry(int(line), Prompt.model_validate_json(prompt))
 
 
-def _open_threads(prompts: Sequence[Prompt], chat: ChatFormat, longest: int) -> tuple[list[Thread], Counter[str]]:
-    """Prompts rendered to ids; those over `longest` tokens are left out and counted."""
-    threads, rejected = [], Counter[str]()
-    for prompt in prompts:
-        ids = chat.prompt_ids([*system_message(prompt), {"role": "user", "content": prompt.turns[0]}])
-        if len(ids) > longest:
-            rejected[f"longer than {longest} tokens"] += 1
+@contextmanager
+def _spool() -> Iterator[_Spool]:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="\n", prefix="draftsmith-") as handle:
+        yield _Spool(handle)
+
+
+def _fitting(entries: Iterable[Entry], chat: ChatFormat, longest: int, rejects: Rejects) -> Iterator[Entry]:
+    """Prompts that the template renders and that are not over `longest` tokens."""
+    for entry in entries:
+        try:
+            tokens = len(chat.prompt_ids(entry.prompt.opening(), entry.prompt.tools))
+        except TemplateRefusalError as reason:
+            rejects.add(entry.line, f"refused by the chat template: {reason}", entry.prompt.id)
+            continue
+        if tokens > longest:
+            rejects.add(entry.line, f"longer than {longest} tokens", entry.prompt.id)
         else:
-            threads.append(Thread(prompt, ids))
-    return threads, rejected
+            yield entry
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One split's prompts and how they are answered."""
+
+    config: RunConfig
+    split: Split
+    target: Target
+    chat: ChatFormat
+    dtype: str
+    usable: _Spool
+    total: int
+    batch_size: int
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Every usable prompt in order."""
+        return (entry.prompt for entry in self.usable)
+
+    def answer_rest(self, log: ConversationLog) -> None:
+        """Answer what is not recorded yet.
+
+        Raises:
+            DraftsmithError: servers left some prompts unanswered; the rest is recorded.
+        """
+        left = sum(prompt.id not in log.recorded for prompt in self.prompts())
+        if not left:
+            return
+        remote = self.config.synthesize.backend == "openai"
+        with meter("synthesize", self.total, "conversations", done=self.total - left) as progress:
+            pace = _Pace(log, progress)
+            if not remote:
+                console.print(
+                    f"{self.config.target.path.name} answers {left:,} of {self.total:,} {self.split} prompts "
+                    f"in {self.dtype}, {min(self.batch_size, left)} at once"
+                )
+                for finished in answers(self.config, self.dtype, self._batches(log)):
+                    pace.deliver(finished)
+                return
+            say_servers(self.config, left, self.total, self.split)
+            rest = (self._open(prompt) for prompt in self.prompts() if prompt.id not in log.recorded)
+            unanswered = answer_remotely(
+                self.config, self.chat, self.target, target_mark(self.target), rest, pace.deliver
+            )
+        if unanswered:
+            raise DraftsmithError(
+                f"{unanswered.total():,} of {left:,} prompts stayed unanswered; the others are kept",
+                where=", ".join(self.config.synthesize.servers),
+                found="; ".join(f"{count:,} {reason}" for reason, count in unanswered.most_common(5)),
+                mend="run the same command again: it asks only these",
+            )
+
+    def is_dropped(self, log: ConversationLog, prompt: str) -> bool:
+        """Whether `synthesize.cut` leaves the conversation out."""
+        return self.config.synthesize.cut == "drop" and any("length" in part.finish for part in log.read(prompt))
+
+    def facts(self, rejects: Rejects) -> dict[str, Any]:
+        """Counts of the finished file, for the summary."""
+        counts: Counter[str] = Counter()
+        finish: Counter[str] = Counter()
+        logprob, known = 0.0, 0
+        asked: set[str] = set()
+        for one in read_conversations(self.config.conversations(self.split)):
+            asked.add(one.prompt_id)
+            finish.update(one.finish)
+            counts.update(
+                sequences=1, turns=len(one.spans), tokens=len(one.input_ids), generated_tokens=one.generated_tokens
+            )
+            if one.mean_logprob is not None:
+                logprob += one.mean_logprob * one.generated_tokens
+                known += one.generated_tokens
+        kept = [prompt for prompt in self.prompts() if prompt.id in asked]
+        return {
+            "conversations": len(asked),
+            **{name: counts[name] for name in ("sequences", "turns", "tokens", "generated_tokens")},
+            "mean_logprob": logprob / known if known else None,
+            "finish": dict(finish),
+            "cut": finish["length"],
+            "dropped": self.total - len(asked),
+            "turns_not_asked": sum(len(prompt.turns) for prompt in kept) - counts["turns"],
+            "rejected": rejects.counts(),
+        }
+
+    def _batches(self, log: ConversationLog) -> Iterator[list[Thread]]:
+        prompts = self.prompts()
+        while window := [self._open(prompt) for prompt in itertools.islice(prompts, WINDOW)]:
+            for batch in plan_batches(window, self.batch_size):
+                if any(thread.prompt.id not in log.recorded for thread in batch):
+                    yield batch
+
+    def _open(self, prompt: Prompt) -> Thread:
+        return Thread(prompt, self.chat.render(prompt.opening(), prompt.tools))
+
+
+class _Pace:
+    """Records finished conversations and says how fast they come."""
+
+    def __init__(self, log: ConversationLog, progress: Meter) -> None:
+        self._log, self._progress = log, progress
+        self._started, self._tokens = time.monotonic(), 0
+
+    def deliver(self, finished: list[Conversation]) -> None:
+        before = len(self._log.recorded)
+        self._log.append(finished)
+        self._tokens += sum(conversation.generated_tokens for conversation in finished)
+        rate = self._tokens / (time.monotonic() - self._started)
+        self._progress.advance(len(self._log.recorded) - before, note=f"{rate:,.0f} tokens/s")
+
+
+def _cut_is(config: RunConfig) -> str:
+    return config.synthesize.cut
+
+
+def _say(config: RunConfig, split: Split, facts: dict[str, Any], rejects: Rejects) -> None:
+    if facts["cut"]:
+        warn(f"{facts['cut']:,} turns reached max_new_tokens and were cut; their end-of-turn token is never supervised")
+    if facts["dropped"]:
+        warn(f"{facts['dropped']:,} conversations with a cut turn were dropped (synthesize.cut)")
+    if facts["turns_not_asked"]:
+        warn(f"{facts['turns_not_asked']:,} later turns were not asked: their prompts had grown too long")
+    if rejects.counts():
+        rejects.report()
+        warn(f"which rows and why: {rejects_file(config, split)}")
+    mean = "" if facts["mean_logprob"] is None else f", mean log-probability {facts['mean_logprob']:.3f}"
+    closing(
+        f"{config.conversations(split)}: {facts['conversations']:,} conversations, "
+        f"{facts['generated_tokens']:,} generated tokens{mean}",
+        None if split == "heldout" else "draftsmith vocab CONFIG, draftsmith harvest CONFIG",
+    )
+
+
+def _check_recorded(path: Path, work: _Work) -> None:
+    """What is recorded must have been asked what the prompt of its id asks today."""
+    if not path.is_file():
+        return
+    with ConversationLog(path) as log:
+        for prompt in work.prompts():
+            if prompt.id in log.recorded:
+                _refuse_other_prompt(log.read(prompt.id)[0], prompt, work.chat, path)
 
 
 def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, Any]) -> None:
@@ -181,44 +349,27 @@ def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, A
         summary_path, what="the summary of the conversations", mend=f"rm {path}, or put its summary back"
     ).get("settings")
     found = found if isinstance(found, dict) else {}
+    known = {name: field.default for name, field in SynthesizeSection.model_fields.items()}
     for key, value in settings.items():
-        if found.get(key) != value:
+        then = found.get(key, known.get(key, value if key == "template" else None))  # older versions wrote fewer
+        if then != value:
             raise DraftsmithError(
                 f"the conversations there were made with another {key}",
                 where=path,
-                found=found.get(key),
+                found=then,
                 expected=value,
                 mend=f"give the run another name, or: rm {path} {summary_path}",
             )
 
 
-def _refuse_other_prompts(recorded: dict[str, Conversation], threads: Sequence[Thread], path: Path) -> None:
-    """A recorded conversation must have been asked what the prompt of its id asks today."""
-    for thread in threads:
-        conversation = recorded.get(thread.prompt.id)
-        if conversation is None:
-            continue
-        asked = tuple(message.content for message in conversation.messages if message.role == "user")
-        if asked != thread.prompt.turns[: len(asked)] or conversation.input_ids[: len(thread.first_ids)] != tuple(
-            thread.first_ids
-        ):
-            raise DraftsmithError(
-                f"conversation {conversation.id} was asked something else than the prompt of that id asks now",
-                where=path,
-                found=asked[0][:80] if asked else None,
-                expected=thread.prompt.turns[0][:80],
-                mend=f"rm {path}; draftsmith synthesize CONFIG",
-            )
-
-
-def _facts(conversations: Sequence[Conversation], rejected: Counter[str]) -> dict[str, Any]:
-    tokens = sum(conversation.generated_tokens for conversation in conversations)
-    return {
-        "conversations": len(conversations),
-        "turns": sum(len(one.spans) for one in conversations),
-        "tokens": sum(len(one.input_ids) for one in conversations),
-        "generated_tokens": tokens,
-        "mean_logprob": sum(one.mean_logprob * one.generated_tokens for one in conversations) / tokens,
-        "cut": sum(one.finish.count("length") for one in conversations),
-        "rejected": dict(rejected),
-    }
+def _refuse_other_prompt(conversation: Conversation, prompt: Prompt, chat: ChatFormat, path: Path) -> None:
+    asked = tuple(message.content for message in conversation.messages if message.role == "user")
+    first = chat.prompt_ids(prompt.opening(), prompt.tools)
+    if asked != prompt.questions[: len(asked)] or list(conversation.input_ids[: len(first)]) != first:
+        raise DraftsmithError(
+            f"conversation {conversation.id} was asked something else than the prompt of that id asks now",
+            where=path,
+            found=asked[0][:80] if asked else None,
+            expected=prompt.questions[0][:80],
+            mend=f"rm {path}; draftsmith synthesize CONFIG",
+        )

@@ -14,6 +14,7 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import sha256_json
 from draftsmith.configs.schema import RunConfig, Split, TargetSection
 from draftsmith.configs.target import Target
+from draftsmith.data.chat import ChatFormat
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +119,17 @@ def load_tokenizer(section: TargetSection) -> Any:
             where=section.path,
             mend="put tokenizer.json and tokenizer_config.json beside config.json",
         ) from error
+
+
+def chat_format(config: RunConfig) -> ChatFormat:
+    """The target's chat template under this run's template kwargs.
+
+    Raises:
+        DraftsmithError: no tokenizer, or a template that cannot be used.
+    """
+    return ChatFormat(
+        load_tokenizer(config.target), configured_stop_ids(config.target.path), config.synthesize.template_kwargs
+    )
 
 
 def configured_stop_ids(path: Path) -> tuple[int, ...]:

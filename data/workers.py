@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -24,7 +24,7 @@ _work: Callable[[Any], Any] | None = None
 def side_by_side(
     prepare: Callable[..., Callable[[Any], Any]],
     arguments: tuple[Any, ...],
-    tasks: Sequence[Any],
+    tasks: Iterable[Any],
     workers: int,
     *,
     setting: str,
@@ -33,16 +33,21 @@ def side_by_side(
 
     Args:
         prepare: importable function that loads what the work needs and returns the work; called once a worker.
+        tasks: taken one by one as work goes on, so that an iterator needs no memory for all of them.
         workers: processes; they share this process's threads.
         setting: the configuration's key that holds `workers`, for the error.
 
     Raises:
         DraftsmithError: what `prepare` or the work raises, or a worker died.
     """
-    workers = min(workers, len(tasks))
+    if isinstance(tasks, Sized):
+        workers = min(workers, len(tasks))
     if workers <= 1:
-        work = prepare(*arguments) if tasks else None
-        yield from (work(task) for task in tasks if work is not None)
+        work = None
+        for task in tasks:
+            if work is None:
+                work = prepare(*arguments)
+            yield work(task)
         return
     import torch
 

@@ -11,15 +11,14 @@ from pathlib import Path
 from draftsmith.configs.console import console, run_script
 from draftsmith.configs.files import write_json
 from draftsmith.configs.schema import load_config
-from draftsmith.data.chat import ChatFormat
 from draftsmith.data.conversations import read_conversations
-from draftsmith.data.target_model import configured_stop_ids, load_tokenizer
+from draftsmith.data.target_model import chat_format
 
 
 def main() -> None:
     """Read the conversations, keep what stood before each answer, and write the requests."""
     config, out = load_config(sys.argv[1], sys.argv[3:]), Path(sys.argv[2])
-    chat = ChatFormat(load_tokenizer(config.target), configured_stop_ids(config.target.path))
+    chat = chat_format(config)
     requests = [
         {
             "id": f"{conversation.id}/{turn}",

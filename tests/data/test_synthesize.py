@@ -36,7 +36,7 @@ def dying(log, conversations):
     global calls
     calls += 1
     if calls == 3:
-        line = conversations[0].model_dump_json()
+        line = conversations[0].model_dump_json().encode()
         log._handle.write(line[: len(line) // 2])
         log._handle.flush()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,164 @@
+"""Several servers behind one door: they take turns, one that fails is set aside for a while, errors are sorted.
+
+An error of the connection, a time-out, an overload (429, 5xx) or a broken answer may pass: the request is worth asking
+again. A refusal (400, 422) concerns one request. A wrong key or an unknown model concerns all of them and stops the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from draftsmith.configs.console import warn
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.data.replies import BadReplyError
+
+LONGEST_ASIDE = 30.0
+FIRST_ASIDE = 0.25
+POLL = 0.05
+
+
+@cache
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """What the HTTP library beneath openai raises while a body is read: httpx, or httpx2 since openai 3."""
+    import importlib
+
+    found = []
+    for name in ("httpx", "httpx2"):
+        with suppress(ImportError):
+            found.append(importlib.import_module(name).HTTPError)
+    return tuple(found)
+
+
+class ServerRefusalError(Exception):
+    """A server says that this request can never be answered."""
+
+
+class Server:
+    """One base URL and how it has been doing."""
+
+    def __init__(self, url: str, client: Any) -> None:
+        self.url, self.client = url.rstrip("/"), client
+        self.in_flight = 0
+        self.failures = 0
+        self.aside_until = 0.0
+
+
+class Pool:
+    """Servers that take turns.
+
+    Args:
+        urls: base URLs, `/v1` included.
+        key: the API key.
+        timeout: seconds a request may take.
+        patience: seconds without any server, after which the run stops.
+    """
+
+    def __init__(self, urls: Sequence[str], key: str, timeout: float, patience: float) -> None:
+        from openai import AsyncOpenAI
+
+        self._servers = [
+            Server(url, AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=timeout)) for url in urls
+        ]
+        self._patience = patience
+        self._heard = time.monotonic()
+        self._turn = 0
+        self._jitter = random.Random()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for server in self._servers:
+            await server.client.close()
+
+    async def first_model(self) -> str:
+        """The name of the first model that a server lists."""
+        while True:
+            server = await self.take()
+            try:
+                models = await self.call(server, server.client.models.list)
+                return str(models.data[0].id)
+            except (BadReplyError, ServerRefusalError, AttributeError, IndexError, TypeError):
+                continue
+
+    async def take(self) -> Server:
+        """The next server that is not set aside, the least busy first; waits while there is none.
+
+        Raises:
+            DraftsmithError: none for `patience` seconds.
+        """
+        while True:
+            now = time.monotonic()
+            ready = [server for server in self._servers if server.aside_until <= now]
+            if ready:
+                self._turn += 1
+                least = min(server.in_flight for server in ready)
+                idle = [server for server in ready if server.in_flight == least]
+                return idle[self._turn % len(idle)]
+            if now - self._heard > self._patience:
+                raise DraftsmithError(
+                    "no server can be reached; what was finished is kept",
+                    where=", ".join(server.url for server in self._servers),
+                    found=f"nothing for {now - self._heard:,.0f} s (synthesize.patience)",
+                    mend="start the servers, then run the same command again",
+                )
+            await asyncio.sleep(POLL)
+
+    async def call(self, server: Server, request: Callable[[], Awaitable[Any]]) -> Any:
+        """The server's answer.
+
+        Raises:
+            BadReplyError: something that may pass.
+            ServerRefusalError: this request can never be answered.
+            DraftsmithError: no request can.
+        """
+        import openai
+
+        server.in_flight += 1
+        try:
+            answer = await request()
+        except openai.APIStatusError as error:
+            raise self._sort(server, error) from None
+        except (openai.APIConnectionError, OSError, *_transport_errors()) as error:
+            self._set_aside(server, "timed out" if isinstance(error, openai.APITimeoutError) else "cannot be reached")
+            raise BadReplyError(f"without a connection ({type(error).__name__})") from None
+        except (openai.APIError, ValueError) as error:
+            self._set_aside(server, "sent a broken answer")
+            raise BadReplyError(f"with a broken answer ({type(error).__name__})") from None
+        finally:
+            server.in_flight -= 1
+        server.failures, self._heard = 0, time.monotonic()
+        return answer
+
+    def _sort(self, server: Server, error: Any) -> Exception:
+        code = error.status_code
+        if code in (401, 403):
+            return DraftsmithError(
+                "the server refuses the key", where=server.url, found=f"HTTP {code}",
+                mend="put the key into the environment variable that synthesize.api_key_env names",
+            )  # fmt: skip
+        if code == 404:
+            return DraftsmithError(
+                f"the server does not know the model or the path: {error.message}", where=server.url,
+                mend="set synthesize.model to a name that the server lists, and the base URL up to /v1",
+            )  # fmt: skip
+        if code < 500 and code not in (408, 409, 425, 429):
+            self._heard = time.monotonic()
+            return ServerRefusalError(f"refused by the server (HTTP {code}): {str(error.message)[:200]}")
+        try:
+            wait = min(LONGEST_ASIDE, float(error.response.headers.get("retry-after", 0)))
+        except ValueError:
+            wait = 0.0
+        self._set_aside(server, f"answers HTTP {code}", wait)
+        return BadReplyError(f"with HTTP {code}")
+
+    def _set_aside(self, server: Server, reason: str, wait: float = 0.0) -> None:
+        server.failures += 1
+        if server.failures == 3:
+            warn(f"{server.url} {reason} again and again: set aside, tried again later")
+        pause = min(LONGEST_ASIDE, FIRST_ASIDE * 2 ** min(server.failures - 1, 10))
+        server.aside_until = time.monotonic() + max(wait, pause * (0.5 + self._jitter.random() / 2))
