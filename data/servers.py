@@ -7,6 +7,7 @@ again. A refusal (400, 422) concerns one request. A wrong key or an unknown mode
 from __future__ import annotations
 
 import asyncio
+import importlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,11 +25,11 @@ POLL = 0.05
 
 
 @cache
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP library beneath openai raises while a body is read: httpx, or httpx2 since openai 3."""
-    import importlib
+def _broken_connections() -> tuple[type[Exception], ...]:
+    """What openai, the system and the HTTP library beneath (httpx, or httpx2 since openai 3) raise for a lost connection."""
+    from openai import APIConnectionError
 
-    found = []
+    found: list[type[Exception]] = [APIConnectionError, OSError]
     for name in ("httpx", "httpx2"):
         with suppress(ImportError):
             found.append(importlib.import_module(name).HTTPError)
@@ -123,7 +124,7 @@ class Pool:
             answer = await request()
         except openai.APIStatusError as error:
             raise self._sort(server, error) from None
-        except (openai.APIConnectionError, OSError, *_transport_errors()) as error:
+        except _broken_connections() as error:
             self._set_aside(server, "timed out" if isinstance(error, openai.APITimeoutError) else "cannot be reached")
             raise BadReplyError(f"without a connection ({type(error).__name__})") from None
         except (openai.APIError, ValueError) as error:

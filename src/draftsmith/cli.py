@@ -59,6 +59,24 @@ def synthesize(config: Config, overrides: Overrides = None, split: SplitOption =
 
 
 @app.command()
+def inspect(
+    config: Config,
+    overrides: Overrides = None,
+    split: Annotated[str, typer.Option("--split", help="train or heldout")] = "train",
+    conversation: Annotated[str | None, typer.Option(help="its id; default: the first")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print everything as JSON on standard output")] = False,
+) -> None:
+    """Show a conversation as it will be trained on: roles, tokens, mask and labels."""
+    from draftsmith.train.inspect import inspect as run_verb
+
+    run = load_config(config, overrides or [])
+    names = _splits(split)
+    if len(names) > 1:
+        raise DraftsmithError("one split at a time", where="--split", found=split, expected=" or ".join(SPLITS))
+    run_verb(run, names[0], conversation, as_json=json)
+
+
+@app.command()
 def vocab(config: Config, overrides: Overrides = None) -> None:
     """Count generated tokens and choose the draft vocabulary (d2t, t2d)."""
     from draftsmith.data.vocab import build_vocab
