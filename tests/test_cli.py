@@ -17,7 +17,7 @@ FACTS = {
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float32",
 }  # fmt: skip
 
-CONFIG_VERBS = ["plan", "synthesize", "vocab", "harvest", "train", "evaluate"]
+CONFIG_VERBS = ["plan", "synthesize", "inspect", "vocab", "harvest", "train", "evaluate"]
 
 
 @pytest.fixture

@@ -28,10 +28,27 @@ assert _spec is not None and _spec.loader is not None
 faulty_server = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(faulty_server)
 
-RUN = (
-    "import sys; from draftsmith.configs.schema import load_config; from draftsmith.data.synthesize import synthesize;"
-    "synthesize(load_config(sys.argv[1]), 'train')"
-)
+NURSERY = """
+import os, sys
+import openai
+from draftsmith.configs.schema import load_config
+from draftsmith.data.synthesize import synthesize
+from draftsmith.data.target_model import chat_format
+
+config = load_config(sys.argv[1])
+chat_format(config)  # imports are done once, for all that are forked
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        try:
+            synthesize(config, "train")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+"""Runs synthesize in a forked process for every line that it reads; writes the process and then its exit status."""
 
 
 @pytest.fixture
@@ -226,24 +243,35 @@ def test_twenty_kills_at_random_moments_end_with_the_unbroken_file(serve: Any, r
     config = remote([server], rows=400, synthesize__concurrency=4)
     file = tmp_path / "killed.json"
     file.write_text(config.model_dump_json())
-    chance, kills, torn = random.Random(7), 0, 0
-    while kills < 20:
-        process = subprocess.Popen([sys.executable, "-c", RUN, str(file)], stderr=subprocess.DEVNULL)
-        before = len(server.requests)
-        while len(server.requests) == before and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(chance.random() * 0.5)
-        if process.poll() is not None:
-            break
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        kills += 1
-        path = config.conversations("train")
-        if kills % 3 == 0 and path.is_file() and path.stat().st_size > 40:  # as if the kill had torn the last line
-            os.truncate(path, path.stat().st_size - chance.randrange(1, 40))
-            torn += 1
-        ids = [one.id for one in read_conversations(path)] if path.is_file() else []
-        assert len(set(ids)) == len(ids)
-    assert kills == 20 and torn >= 3, "the prompts ran out before the kills did"
-    subprocess.run([sys.executable, "-c", RUN, str(file)], check=True, stderr=subprocess.DEVNULL)
-    assert config.conversations("train").read_bytes() == unbroken
+    path, chance, torn = config.conversations("train"), random.Random(7), 0
+    with subprocess.Popen(
+        [sys.executable, "-c", NURSERY, str(file)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+    ) as nursery:  # fmt: skip
+        assert nursery.stdin is not None and nursery.stdout is not None
+
+        def begin() -> int:
+            print(file=nursery.stdin, flush=True)
+            return int(nursery.stdout.readline())
+
+        for kill in range(20):
+            before = len(server.requests)
+            process = begin()
+            limit = time.monotonic() + 60
+            while len(server.requests) == before and time.monotonic() < limit:
+                time.sleep(0.005)
+            time.sleep(chance.random() * 0.5)
+            os.kill(process, signal.SIGKILL)
+            status = int(nursery.stdout.readline())
+            assert os.WTERMSIG(status) == signal.SIGKILL, "the prompts ran out before the kills did"
+            if kill % 3 == 2 and path.stat().st_size > 40:  # as if the kill had torn the last line
+                os.truncate(path, path.stat().st_size - chance.randrange(1, 40))
+                torn += 1
+            ids = [one.id for one in read_conversations(path)] if path.is_file() else []
+            assert len(set(ids)) == len(ids)
+        assert torn >= 3
+        begin()
+        assert int(nursery.stdout.readline()) == 0
+        nursery.stdin.close()
+    assert path.read_bytes() == unbroken
