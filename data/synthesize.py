@@ -75,7 +75,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
             if (
                 summary.get("complete")
                 and summary.get("prompts") == digest
-                and summary.get("cut_is") == _cut_is(config)
+                and summary.get("cut_is", "keep") == _cut_is(config)
             ):
                 closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
                 return path
