@@ -15,6 +15,7 @@ from rich.text import Text
 from draftsmith.configs.console import out, table
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig, Split
+from draftsmith.configs.target import read_target
 from draftsmith.data.conversations import Conversation, read_conversations
 from draftsmith.data.target_model import load_tokenizer
 from draftsmith.data.view import coloured
@@ -28,8 +29,9 @@ def inspect(config: RunConfig, split: Split, conversation: str | None = None, *,
     """Print a conversation (none: the first one) and the counts of its split on standard output.
 
     Raises:
-        DraftsmithError: no conversations yet, or none of that id.
+        DraftsmithError: no target, no conversations yet, or none of that id.
     """
+    read_target(config.target.path)  # a missing target is named before anything else
     path = config.conversations(split)
     chosen: Conversation | None = None
     counts = {"sequences": 0, "tokens": 0, "generated": 0, "supervised": 0, "turns": 0, "cut": 0}

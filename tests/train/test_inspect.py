@@ -57,6 +57,7 @@ def test_json_has_tokens_table_and_counts(config: Any, capsys: pytest.CaptureFix
     write_conversations(config.conversations("train"), [conversation(id="a"), conversation()])
     tokenizer = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>", all_special_ids=[2])
     monkeypatch.setattr(sys.modules["draftsmith.train.inspect"], "load_tokenizer", lambda section: tokenizer)
+    monkeypatch.setattr(sys.modules["draftsmith.train.inspect"], "read_target", lambda path: None)
     inspect(config, "train", "x", as_json=True)
     shown = json.loads(capsys.readouterr().out)
     assert shown["id"] == "x" and shown["spans"] == [[2, 6]]
