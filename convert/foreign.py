@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +19,16 @@ from draftsmith.configs.target import Target
 from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter, check_tensors
 from draftsmith.convert.config_fields import config_rope, config_taps, refuse, settle_theta
 from draftsmith.convert.derived import RowsTensor, all_zero, fold_norm
-from draftsmith.convert.dialects import CONVENTIONS, MODELOPT, Convention, Dialect, flattened
+from draftsmith.convert.dialects import ANGELSLIM, CONVENTIONS, MODELOPT, Convention, Dialect, flattened
 from draftsmith.convert.dimensions import dimensions, make_spec
 from draftsmith.convert.embedding import without_copy
 from draftsmith.convert.tensors import FLOATS, Array, Tensor, ValueTensor, file_tensors, from_ref, read_array
 from draftsmith.convert.vocab_map import MapError, Maps, Reading, settle_maps
 
 HEAD = "lm_head.weight"
+ANGELSLIM_BASE = 10000.0
+"""The base of the rotary table in AngelSlim's drafter class, which is never given the config's."""
+
 LEFT_OUT = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "midlayer.self_attn.rotary_emb.")
 """Beginnings of names that trainers save beside the drafter: frozen parts of the target, and RoPE's constants."""
 
@@ -106,6 +110,11 @@ def read_foreign(
     )
     notes += said
     values["rope"] = _rope(dialect, flat, target, where, options)
+    if dialect is ANGELSLIM and options.rope_theta is None and not isclose(values["rope"].theta, ANGELSLIM_BASE):
+        notes.append(
+            f"WARNING: AngelSlim 0.5.0 trains with rope_theta {ANGELSLIM_BASE:g} whatever its config says, here "
+            f"{values['rope'].theta:g}. If that release trained this drafter, pass --rope-theta {ANGELSLIM_BASE:g}"
+        )
     named = _with_head(named, flat, target, folder, options, notes)
     maps, named = _with_maps(named, values["vocab_size"], folder, options, notes)
     values["draft_vocab_size"] = int(maps.ids.size)
