@@ -17,7 +17,7 @@ from draftsmith.configs.drafter import RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
 from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter, check_tensors
-from draftsmith.convert.config_fields import config_rope, config_taps, refuse, settle_theta
+from draftsmith.convert.config_fields import config_rope, config_taps, quantisation, refuse, settle_theta
 from draftsmith.convert.derived import RowsTensor, all_zero, fold_norm
 from draftsmith.convert.dialects import ANGELSLIM, CONVENTIONS, MODELOPT, Convention, Dialect, flattened
 from draftsmith.convert.dimensions import dimensions, make_spec
@@ -96,8 +96,8 @@ def read_foreign(
     Raises:
         DraftsmithError: something is missing, contradicts itself, cannot be carried over, or needs a flag.
     """
+    notes = quantisation(dialect, config, named, where)
     refuse(dialect, config, where)
-    notes: list[str] = []
     twice_normed = dialect is MODELOPT and any(name.startswith("layers.0.") for name, _ in named)
     named = [(canonical_name(dialect, name), tensor) for name, tensor in named]
     _check_layers(named, folder)
@@ -119,10 +119,10 @@ def read_foreign(
     maps, named = _with_maps(named, values["vocab_size"], folder, options, notes)
     values["draft_vocab_size"] = int(maps.ids.size)
     _draft_vocab_note(flat, values["draft_vocab_size"], notes)
-    if values["max_position_embeddings"] < target.context_length:
+    if values["max_position_embeddings"] < target.longest_context:
         values["trained_length"] = values["max_position_embeddings"]
         notes.append(
-            f"max_position_embeddings {values['trained_length']:,} -> {target.context_length:,}, the target's; "
+            f"max_position_embeddings {values['trained_length']:,} -> {target.longest_context:,}, the target's; "
             f"{values['trained_length']:,} is recorded as the trained length"
         )
     spec = make_spec(values, where)

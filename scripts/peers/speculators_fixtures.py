@@ -32,16 +32,16 @@ TRAINED = {
 def main(out: Path) -> None:
     """Write `speculators-*` folders into `out`."""
     for seed, (name, changes) in enumerate(TRAINED.items()):
-        changes = {"full_attention": True} | changes
+        chosen = {"full_attention": True} | changes
         layer = create_transformer_layer_config(
             "target", num_layers=1, draft_arch="llama", hidden_act=None, sliding_window=2048,
-            full_attention_indices=[0] if changes.pop("full_attention") else [],
+            full_attention_indices=[0] if chosen.pop("full_attention") else [],
         )  # fmt: skip
         layer.head_dim = 16
         arguments = {
             "target_layer_ids": [2, 4, 5], "verifier_name_or_path": "target", "draft_vocab_size": tiny.DRAFT,
             "norm_before_residual": False, "ttt_steps": 3, "draft_attn_impl": "eager",
-        } | changes  # fmt: skip
+        } | chosen  # fmt: skip
         net = Eagle3DraftModel.from_training_args(verifier_config=layer, **tiny.maps(), **arguments)
         tiny.fill(net, seed, keep=("embed_tokens.", "verifier_", "lm_head."))
         norms = [parameter for parameter in net.parameters() if parameter.dim() == 1 and parameter.requires_grad]
