@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isclose
+from math import isclose, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +101,7 @@ def read_foreign(
     twice_normed = dialect is MODELOPT and any(name.startswith("layers.0.") for name, _ in named)
     named = [(canonical_name(dialect, name), tensor) for name, tensor in named]
     _check_layers(named, folder)
+    _check_elements(named, folder)
     named = _without_biases(_without_extras(named, notes), folder, notes)
     tensors, flat = dict(named), flattened(dialect, config)
     values, said = dimensions(flat, tensors, target, where)
@@ -151,6 +152,18 @@ def _check_layers(named: list[tuple[str, Tensor]], folder: Path) -> None:
             "the drafter has more than one decoder layer", where=folder, found=f"layers 0, {', '.join(more)}",
             expected="one layer", mend="train a drafter of one layer",
         )  # fmt: skip
+
+
+def _check_elements(named: list[tuple[str, Tensor]], folder: Path) -> None:
+    """Frozen parameters that ZeRO-3 saved without gathering; sizes must not be taken from them."""
+    empty = sorted(name for name, tensor in named if not prod(tensor.shape))
+    if empty:
+        raise DraftsmithError(
+            "tensors have no elements, as ZeRO-3 saves parameters that were not gathered",
+            where=folder,
+            found=", ".join(empty),
+            mend="convert the folder of the run's DeepSpeed checkpoint, or a file that was saved gathered",
+        )
 
 
 def _without_extras(named: list[tuple[str, Tensor]], notes: list[str]) -> list[tuple[str, Tensor]]:
