@@ -323,7 +323,7 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             if first != end or (entry["dtype"] in _BYTES and last - first != wanted):
                 raise ValueError(f"{name} has the byte range {first:,}..{last:,} instead of {end:,}..{end + wanted:,}")
             end = last
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DraftsmithError(f"not a readable safetensors file: {error}", where=file, mend=mend) from None
     if 8 + length + end != size:
         raise DraftsmithError(
