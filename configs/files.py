@@ -171,7 +171,7 @@ def read_json(path: Path, *, what: str, mend: str | None = None) -> dict[str, An
         raise DraftsmithError(f"{what} is missing", where=path, mend=mend) from None
     except NotADirectoryError:
         raise DraftsmithError(f"{what} is missing", where=path, mend=mend) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DraftsmithError(f"{what} is not valid JSON: {error}", where=path, mend=mend) from None
     if not isinstance(value, dict):
         raise DraftsmithError(

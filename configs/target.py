@@ -98,6 +98,19 @@ class Target:
     final_norm: TensorRef | None
     head: TensorRef | None
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the target can be served with: `context_length`, or more where its YaRN stretches beyond that.
+
+        Engines derive `context_length` from a config that keeps the native max_position_embeddings; people then ask for
+        the stretched length at launch, and the drafter has to allow it.
+        """
+        scaling = self.rope.scaling or {}
+        original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+        if scaling.get("rope_type") != "yarn" or not isinstance(original, int | float):
+            return self.context_length
+        return max(self.context_length, int(original * factor) if isinstance(factor, int | float) else 0)
+
     def require(self, role: str) -> TensorRef:
         """The embedding, final_norm or head; an error that names the file when its weights are not in the folder."""
         ref: TensorRef | None = getattr(self, role)
@@ -206,7 +219,7 @@ def default_drafter(target: Target, draft_vocab_size: int, **changes: Any) -> Dr
         "taps": default_taps(target.num_layers),
         "rms_norm_eps": target.rms_norm_eps,
         "rope": target.rope,
-        "max_position_embeddings": target.context_length,
+        "max_position_embeddings": target.longest_context,
     }
     values |= {key: value for key, value in changes.items() if value is not None}
     try:
@@ -310,7 +323,7 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             if first != end or (entry["dtype"] in _BYTES and last - first != wanted):
                 raise ValueError(f"{name} has the byte range {first:,}..{last:,} instead of {end:,}..{end + wanted:,}")
             end = last
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DraftsmithError(f"not a readable safetensors file: {error}", where=file, mend=mend) from None
     if 8 + length + end != size:
         raise DraftsmithError(

@@ -182,6 +182,14 @@ def _context(subject: Subject) -> Iterator[Check]:
         if not subject.speculators:
             yield passed("context.sglang", f"{said}: {report.sglang}")
         yield passed("context.vllm", report.vllm)
+        if report.drafter < subject.target.longest_context:
+            yield warned(
+                "context.stretched",
+                f"the target's YaRN reaches {subject.target.longest_context:,} tokens, the drafter {report.drafter:,}: asked "
+                "at launch for more, SGLang stops and vLLM proposes token 0, for what is changed at launch does not reach "
+                "the drafter",
+                subject.convert_command,
+            )
     else:
         if not subject.speculators:
             yield failed("context.sglang", f"{said}: {report.sglang}", subject.convert_command)

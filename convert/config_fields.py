@@ -13,6 +13,7 @@ from draftsmith.configs.target import Target, read_rope
 from draftsmith.convert.dialects import MISSING, REFUSED, Convention, Dialect, look_up
 from draftsmith.convert.layer_ids import engine_default, resolve_sglang
 from draftsmith.convert.rope import check_rope, without_bridge
+from draftsmith.convert.tensors import FLOATS, Tensor
 
 
 def refuse(dialect: Dialect, config: Mapping[str, Any], where: Path) -> None:
@@ -29,6 +30,33 @@ def refuse(dialect: Dialect, config: Mapping[str, Any], where: Path) -> None:
             where=where,
             mend="if the weights were trained without it, correct the field; else train again without it",
         )
+
+
+def quantisation(
+    dialect: Dialect, config: Mapping[str, Any], named: Sequence[tuple[str, Tensor]], where: Path
+) -> list[str]:
+    """A note that a quantization_config was copied from the target, where no tensor is quantised.
+
+    Raises:
+        DraftsmithError: the drafter itself is quantised.
+    """
+    places = ("quantization_config", f"{dialect.nested}.quantization_config")
+    if not any(look_up(config, place) not in (MISSING, None, {}) for place in places):
+        return []
+    quantised = [
+        name
+        for name, tensor in named
+        if name not in ("d2t", "t2d") and (tensor.dtype not in FLOATS or "scale" in name or "zero_point" in name)
+    ]
+    if quantised:
+        raise DraftsmithError(
+            "the drafter is quantised, which cannot be turned back without loss",
+            where=where,
+            found=f"quantization_config, and tensors {', '.join(quantised[:4])}",
+            expected="tensors in float32, bfloat16 or float16",
+            mend="convert the checkpoint from before its quantisation",
+        )
+    return ["quantization_config left out: no tensor is quantised; it was copied from the target"]
 
 
 def config_taps(

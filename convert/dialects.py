@@ -139,7 +139,6 @@ REFUSED = (
     Refused("eagle_config.use_aux_hidden_state", (MISSING, None, True), "without taps it is no EAGLE-3 drafter"),
     Refused("hidden_act", (MISSING, None, "silu"), "the drafter classes of both engines know silu alone"),
     Refused("partial_rotary_factor", (MISSING, None, 1, 1.0), "all of a head's rotary dimensions are turned here"),
-    Refused("quantization_config", (MISSING, None), "a quantised drafter cannot be turned back without loss"),
 )
 """For every dialect, at the top level and in its nested object."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isclose, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +17,18 @@ from draftsmith.configs.drafter import RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
 from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter, check_tensors
-from draftsmith.convert.config_fields import config_rope, config_taps, refuse, settle_theta
+from draftsmith.convert.config_fields import config_rope, config_taps, quantisation, refuse, settle_theta
 from draftsmith.convert.derived import RowsTensor, all_zero, fold_norm
-from draftsmith.convert.dialects import CONVENTIONS, MODELOPT, Convention, Dialect, flattened
+from draftsmith.convert.dialects import ANGELSLIM, CONVENTIONS, MODELOPT, Convention, Dialect, flattened
 from draftsmith.convert.dimensions import dimensions, make_spec
 from draftsmith.convert.embedding import without_copy
 from draftsmith.convert.tensors import FLOATS, Array, Tensor, ValueTensor, file_tensors, from_ref, read_array
 from draftsmith.convert.vocab_map import MapError, Maps, Reading, settle_maps
 
 HEAD = "lm_head.weight"
+ANGELSLIM_BASE = 10000.0
+"""The base of the rotary table in AngelSlim's drafter class, which is never given the config's."""
+
 LEFT_OUT = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "midlayer.self_attn.rotary_emb.")
 """Beginnings of names that trainers save beside the drafter: frozen parts of the target, and RoPE's constants."""
 
@@ -92,11 +96,12 @@ def read_foreign(
     Raises:
         DraftsmithError: something is missing, contradicts itself, cannot be carried over, or needs a flag.
     """
+    notes = quantisation(dialect, config, named, where)
     refuse(dialect, config, where)
-    notes: list[str] = []
     twice_normed = dialect is MODELOPT and any(name.startswith("layers.0.") for name, _ in named)
     named = [(canonical_name(dialect, name), tensor) for name, tensor in named]
     _check_layers(named, folder)
+    _check_elements(named, folder)
     named = _without_biases(_without_extras(named, notes), folder, notes)
     tensors, flat = dict(named), flattened(dialect, config)
     values, said = dimensions(flat, tensors, target, where)
@@ -106,14 +111,19 @@ def read_foreign(
     )
     notes += said
     values["rope"] = _rope(dialect, flat, target, where, options)
+    if dialect is ANGELSLIM and options.rope_theta is None and not isclose(values["rope"].theta, ANGELSLIM_BASE):
+        notes.append(
+            f"WARNING: AngelSlim 0.5.0 trains with rope_theta {ANGELSLIM_BASE:g} whatever its config says, here "
+            f"{values['rope'].theta:g}. If that release trained this drafter, pass --rope-theta {ANGELSLIM_BASE:g}"
+        )
     named = _with_head(named, flat, target, folder, options, notes)
     maps, named = _with_maps(named, values["vocab_size"], folder, options, notes)
     values["draft_vocab_size"] = int(maps.ids.size)
     _draft_vocab_note(flat, values["draft_vocab_size"], notes)
-    if values["max_position_embeddings"] < target.context_length:
+    if values["max_position_embeddings"] < target.longest_context:
         values["trained_length"] = values["max_position_embeddings"]
         notes.append(
-            f"max_position_embeddings {values['trained_length']:,} -> {target.context_length:,}, the target's; "
+            f"max_position_embeddings {values['trained_length']:,} -> {target.longest_context:,}, the target's; "
             f"{values['trained_length']:,} is recorded as the trained length"
         )
     spec = make_spec(values, where)
@@ -142,6 +152,18 @@ def _check_layers(named: list[tuple[str, Tensor]], folder: Path) -> None:
             "the drafter has more than one decoder layer", where=folder, found=f"layers 0, {', '.join(more)}",
             expected="one layer", mend="train a drafter of one layer",
         )  # fmt: skip
+
+
+def _check_elements(named: list[tuple[str, Tensor]], folder: Path) -> None:
+    """Frozen parameters that ZeRO-3 saved without gathering; sizes must not be taken from them."""
+    empty = sorted(name for name, tensor in named if not prod(tensor.shape))
+    if empty:
+        raise DraftsmithError(
+            "tensors have no elements, as ZeRO-3 saves parameters that were not gathered",
+            where=folder,
+            found=", ".join(empty),
+            mend="convert the folder of the run's DeepSpeed checkpoint, or a file that was saved gathered",
+        )
 
 
 def _without_extras(named: list[tuple[str, Tensor]], notes: list[str]) -> list[tuple[str, Tensor]]:

@@ -57,7 +57,7 @@ class Layout:
 
 
 def portable_config(spec: DrafterSpec, target: Target, dtype: str) -> dict[str, Any]:
-    """config.json for both engines; the context length is the target's, whatever training's was.
+    """config.json for both engines; the context length is the target's longest, whatever training's was.
 
     Raises:
         DraftsmithError: SGLang cannot capture these taps of the target's class.
@@ -160,12 +160,12 @@ def _layer_fields(spec: DrafterSpec, target: Target) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "max_position_embeddings": target.context_length,
+        "max_position_embeddings": target.longest_context,
         **rope_fields(spec.rope),
     }
     if spec.rope.scaling is not None and spec.rope.scaling["rope_type"] == "linear":
         # SGLang multiplies the context by a linear factor unless it finds the original length.
-        original = int(target.context_length / float(spec.rope.scaling["factor"]))
+        original = int(target.longest_context / float(spec.rope.scaling["factor"]))
         for key in ("rope_scaling", "rope_parameters"):
             fields[key].setdefault("original_max_position_embeddings", original)
     if spec.sliding_window is not None:

@@ -91,7 +91,7 @@ def make_record(
         shapes: of the tensors by the names that the written form gives them.
         hashes: XXH3-128 of their bytes, by the same names.
     """
-    spec = drafter.spec.model_copy(update={"max_position_embeddings": target.context_length})
+    spec = drafter.spec.model_copy(update={"max_position_embeddings": target.longest_context})
     return {
         "schema": 2,
         "tool_version": __version__,

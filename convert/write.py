@@ -79,7 +79,7 @@ def convert(
     layout.check(drafter.spec, target, drafter.origin)
     config = layout.config(drafter.spec, target, precision)
     notes = [*drafter.notes, *_config_changes(drafter.origin, config)]
-    notes.append(prove_unchanged(drafter.spec, config, target.context_length))
+    notes.append(prove_unchanged(drafter.spec, config, target.longest_context))
     sweep_unfinished(out)
     tensors = output_tensors(drafter, layout, precision)
     size = stored_bytes(tensors)

@@ -23,8 +23,8 @@ INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 TRAINING_STATE = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "lr_scheduler", "scheduler", "rng_state")
 """Beginnings of names that belong to the run, not to the network."""
 
-NESTED = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which trainers keep the network's state dict among other things."""
+NESTED = ("state_dict", "model_state_dict", "draft_state_dict", "model", "module")
+"""Keys under which trainers keep the network's state dict among other things; the third is SpecForge's."""
 
 MARKS = ("fc.", "midlayer.", "layers.0.hidden_norm.")
 """Beginnings of names that an EAGLE-3 drafter has and a base model or a head lacks."""

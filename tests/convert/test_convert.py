@@ -178,7 +178,6 @@ def test_without_its_record_a_converted_folder_still_tells_the_same_drafter(tmp_
         ({}, ("rope_theta", "rope_scaling", "rope_parameters"), "no rope_theta"),
         ({}, ("rms_norm_eps",), "does not say rms_norm_eps"),
         ({"head_dim": "32"}, (), "head_dim is no positive int"),
-        ({"quantization_config": {"bits": 4}}, (), "quantization_config"),
     ],
 )
 def test_a_foreign_config_that_cannot_be_carried_over_is_refused(tmp_path, target, drafter, changes, drop, words):
