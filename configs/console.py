@@ -108,9 +108,10 @@ def run_script(main: Callable[[], None], usage: str | None, needed: int) -> None
 
 def closing(wrote: str, following: str | None = None) -> None:
     """The last lines of a verb: what was written, and the command that comes next."""
-    console.print(f"[green]wrote[/green] {wrote}", highlight=False)
-    if following:
-        console.print(f"[green]next[/green]  {following}", highlight=False)
+    for word, text in (("wrote", wrote), ("next ", following)):
+        if text:
+            console.print(f"[green]{word}[/green]", end=" ")
+            console.print(text, markup=False, highlight=False)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: bool = False) -> Table:

@@ -63,7 +63,7 @@ class DrafterSpec(BaseModel):
     target_hidden_size: int = Field(gt=0)
     target_num_layers: int = Field(gt=0)
     taps: tuple[int, ...] = Field(min_length=1, description="layer-input indices, ascending")
-    rms_norm_eps: float = Field(gt=0, allow_inf_nan=False)
+    rms_norm_eps: float = Field(gt=0, lt=0.1, allow_inf_nan=False)
     rope: RopeSpec
     max_position_embeddings: int = Field(gt=0, description="the context that engines may serve: the target's")
     trained_length: int | None = Field(default=None, description="longest position seen in training")

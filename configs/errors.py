@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class DraftsmithError(Exception):
     """A fault in the user's files, configuration or data.
@@ -31,3 +34,18 @@ class DraftsmithError(Exception):
             if value is not None:
                 lines.append(f"  {label}: {value}")
         super().__init__("\n".join(lines))
+
+
+NONSENSE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+"""What Python raises when a foreign file holds a value of a kind that nobody expected there."""
+
+
+@contextmanager
+def sensible(what: str, where: object, mend: str | None = None) -> Iterator[None]:
+    """Turn the exceptions of nonsensical input into one DraftsmithError that names the file it came from."""
+    try:
+        yield
+    except NONSENSE as error:
+        raise DraftsmithError(
+            f"{what} holds a value that makes no sense: {type(error).__name__}: {error}", where=where, mend=mend
+        ) from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from draftsmith.configs.drafter import DrafterSpec, RopeSpec, default_taps
-from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.errors import DraftsmithError, sensible
 from draftsmith.configs.files import read_json, sha256_file, sha256_json
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ MEND = (
     "name a folder that holds the target's config.json; for the small everyday target run: "
     "python scripts/make_smollm2.py DIR"
 )
+
+LONGEST_CONTEXT = 1 << 30
+"""More positions than any model has."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
@@ -159,7 +162,8 @@ def read_target(path: Path | str) -> Target:
     folder = Path(path)
     if not folder.is_dir():
         raise DraftsmithError("the target folder does not exist", where=folder, mend=MEND)
-    return parse_target(folder / "config.json", locate_tensors(folder))
+    with sensible("the target's config.json or weight index", folder, MEND):
+        return parse_target(folder / "config.json", locate_tensors(folder))
 
 
 def parse_target(config_file: Path, tensors: dict[str, TensorRef]) -> Target:
@@ -179,6 +183,15 @@ def parse_target(config_file: Path, tensors: dict[str, TensorRef]) -> Target:
         raise DraftsmithError(
             "the target's config names no architecture", where=config_file, expected='"architectures": ["..."]'
         )
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise DraftsmithError("the target's architectures are no list of names", where=config_file, found=architectures)
+    context = derived_context(text)
+    if not 0 < context <= LONGEST_CONTEXT:
+        raise DraftsmithError(
+            "the target's context length makes no sense", where=config_file, found=context,
+            expected=f"1 to {LONGEST_CONTEXT:,} tokens: {', '.join(CONTEXT_KEYS[-2:])} times the RoPE factor",
+            mend="fetch the target's config.json again",
+        )  # fmt: skip
     dtype = next((c[k] for c in (text, config) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16")
     return Target(
         path=config_file.parent,
@@ -191,7 +204,7 @@ def parse_target(config_file: Path, tensors: dict[str, TensorRef]) -> Target:
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
         head_dim=int(text.get("head_dim") or hidden // heads),
         vocab_size=_integer(text, "vocab_size", config_file),
-        context_length=derived_context(text),
+        context_length=context,
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         rope=read_rope(text),
         dtype=str(dtype),
@@ -241,7 +254,10 @@ def derived_context(text: dict[str, Any]) -> int:
     The factor does not count for scalings with `original_max_position_embeddings`, which transformers 5 fills in for
     YaRN, llama3 and longrope when it parses the config.
     """
-    base = next((int(text[key]) for key in CONTEXT_KEYS if isinstance(text.get(key), int | float)), 2048)
+    given = next((text[key] for key in CONTEXT_KEYS if text.get(key) is not None), 2048)
+    if type(given) not in (int, float):
+        raise ValueError(f"the context length is {given!r}")
+    base = int(given)
     scaling = _rope_block(text)
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind in ("yarn", "llama3", "longrope") or scaling.get("original_max_position_embeddings"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.target import Target
-from draftsmith.convert.record import Record
+from draftsmith.convert.record import OUR_FILES, Record
 from draftsmith.convert.tensors import FileTensor
 
 Status = Literal["pass", "warn", "fail"]
@@ -61,8 +62,12 @@ class Subject:
     @property
     def convert_command(self) -> str:
         """The command that writes the folder afresh."""
-        form = " --to vllm" if self.speculators else ""
-        return f"draftsmith convert {self.folder} --target {self.target.path} --out {self.folder} --overwrite{form}"
+        if all(entry.name in OUR_FILES for entry in self.folder.iterdir()):
+            place, overwrite = self.folder, ["--overwrite"]
+        else:  # other files would go with it
+            place, overwrite = self.folder.with_name(self.folder.resolve().name + "-mended"), []
+        words = ["draftsmith", "convert", str(self.folder), "--target", str(self.target.path), "--out", str(place)]
+        return shlex.join([*words, *overwrite, *(["--to", "vllm"] if self.speculators else [])])
 
 
 def passed(name: str, message: str) -> Check:

@@ -28,13 +28,11 @@ HEAD_SAMPLE = 256
 HEAD_MARGIN = 0.3
 """Cosine by which the wrong rows must be nearer than the right ones."""
 
-RESAVE = "convert the training checkpoint again: draftsmith convert CHECKPOINT --target TARGET --out NEW_FOLDER"
-
 
 def check_tensors(subject: Subject) -> Iterator[Check]:
     """Every check of this file, in the order of the report."""
     if subject.raw is None:
-        yield failed("tensors.files", subject.raw_fault or "the weights cannot be read", RESAVE)
+        yield failed("tensors.files", subject.raw_fault or "the weights cannot be read", subject.convert_command)
         return
     yield passed("tensors.files", f"{len({t.file for t in subject.raw})} file(s), headers whole, nothing left out")
     yield _prefix(subject.raw)
@@ -82,7 +80,7 @@ def _keys(subject: Subject) -> Check:
         return failed(
             name,
             "; ".join(faults) + ". SGLang says nothing: what is missing stays random, what is unknown is dropped",
-            RESAVE,
+            subject.convert_command,
         )
     return passed(name, f"{len(expected)} tensors, none missing, none unknown")
 
@@ -105,7 +103,7 @@ def _shapes(subject: Subject) -> Check:
         floats[EMBEDDING] = (subject.spec.vocab_size, subject.spec.hidden_size)
     faults = [fault for fault in shape_faults(subject.tensors, floats) if not fault.startswith("dtype")]
     if faults:
-        return failed(name, "; ".join(faults), RESAVE)
+        return failed(name, "; ".join(faults), subject.convert_command)
     return passed(name, "as config.json says")
 
 
@@ -115,7 +113,9 @@ def _dtypes(subject: Subject) -> Check:
     found = {key: t.dtype for key, t in subject.tensors.items() if key not in ("d2t", "t2d")}
     wrong = {key: dtype for key, dtype in found.items() if dtype not in FLOATS}
     if wrong:
-        return failed(name, "; ".join(f"{key} is {dtype}" for key, dtype in sorted(wrong.items())), RESAVE)
+        return failed(
+            name, "; ".join(f"{key} is {dtype}" for key, dtype in sorted(wrong.items())), subject.convert_command
+        )
     other = sorted(key for key, dtype in found.items() if dtype != wanted)
     if other:
         return warned(
@@ -136,13 +136,15 @@ def _vocabulary(subject: Subject) -> Iterator[Check]:
         sizes["entries of d2t"] = (tensors["d2t"].shape[0] if tensors["d2t"].shape else 0, spec.draft_vocab_size)
     wrong = [f"{label} {ours:,}, expected {theirs:,}" for label, (ours, theirs) in sizes.items() if ours != theirs]
     yield (
-        failed("vocab.sizes", "; ".join(wrong), RESAVE)
+        failed("vocab.sizes", "; ".join(wrong), subject.convert_command)
         if wrong
         else passed("vocab.sizes", f"{spec.draft_vocab_size:,} drafted of the target's {spec.vocab_size:,}")
     )
     if "d2t" not in tensors:
         if spec.draft_vocab_size < spec.vocab_size:
-            yield failed("vocab.d2t", "absent: engines take draft ids for target ids in silence", RESAVE)
+            yield failed(
+                "vocab.d2t", "absent: engines take draft ids for target ids in silence", subject.convert_command
+            )
         else:
             yield passed("vocab.d2t", "absent and not needed: the draft vocabulary is the target's")
         return
@@ -152,21 +154,44 @@ def _vocabulary(subject: Subject) -> Iterator[Check]:
         )
         return
     if tensors["d2t"].dtype not in ("I64", "I32"):
-        yield failed("vocab.d2t", f"dtype {tensors['d2t'].dtype}, expected I64: token ids would be fractions", RESAVE)
+        yield failed(
+            "vocab.d2t",
+            f"dtype {tensors['d2t'].dtype}, expected I64: token ids would be fractions",
+            subject.convert_command,
+        )
         return
     d2t = read_array(tensors["d2t"])
     fault = d2t_fault(d2t, spec.draft_vocab_size, spec.vocab_size)
+    order = np.arange(d2t.size)
+    if fault and subject.record is None and d2t.shape == (spec.draft_vocab_size,):
+        ids = np.sort(d2t.astype(np.int64) + order)
+        if d2t_fault(ids - order, spec.draft_vocab_size, spec.vocab_size) is None:
+            yield warned(
+                "vocab.d2t",
+                f"{fault} for tools that cut logits by t2d; engines take any order, if lm_head's rows have the same",
+                subject.convert_command,
+            )
+            d2t, fault = ids - order, None
+            if "t2d" in tensors and tensors["t2d"].dtype == "BOOL":
+                disagreement = t2d_fault(read_array(tensors["t2d"]), d2t, spec.vocab_size)
+                if disagreement:
+                    yield failed("vocab.t2d", disagreement, subject.convert_command)
+            return
     yield (
-        failed("vocab.d2t", fault, RESAVE)
+        failed("vocab.d2t", fault, subject.convert_command)
         if fault
         else passed("vocab.d2t", "offsets, ascending, within the vocabulary")
     )
     if fault is None and "t2d" in tensors:
         if tensors["t2d"].dtype != "BOOL":
-            yield failed("vocab.t2d", f"dtype {tensors['t2d'].dtype}, expected BOOL", RESAVE)
+            yield failed("vocab.t2d", f"dtype {tensors['t2d'].dtype}, expected BOOL", subject.convert_command)
             return
         disagreement = t2d_fault(read_array(tensors["t2d"]), d2t, spec.vocab_size)
-        yield failed("vocab.t2d", disagreement, RESAVE) if disagreement else passed("vocab.t2d", "agrees with d2t")
+        yield (
+            failed("vocab.t2d", disagreement, subject.convert_command)
+            if disagreement
+            else passed("vocab.t2d", "agrees with d2t")
+        )
 
 
 def _norms(subject: Subject) -> Check:
@@ -177,9 +202,13 @@ def _norms(subject: Subject) -> Check:
     values = {key: to_float32(read_array(tensor), tensor.dtype) for key, tensor in norms.items()}
     broken = sorted(key for key, value in values.items() if not np.isfinite(value).all())
     if broken:
-        return failed(name, f"NaN or infinity in {', '.join(broken)}", RESAVE)
+        return failed(name, f"NaN or infinity in {', '.join(broken)}", subject.convert_command)
     if values and all((value == 1).all() for value in values.values()):
-        return warned(name, "every norm weight is exactly one: untrained, or lost on the way and filled in", RESAVE)
+        return warned(
+            name,
+            "every norm weight is exactly one: untrained, or lost on the way and filled in",
+            subject.convert_command,
+        )
     return passed(name, f"{len(values)} norm weights finite")
 
 
@@ -252,7 +281,7 @@ def _values(subject: Subject) -> Check:
                 finite = finite and bool(np.isfinite(values).all())
                 low, high = min(low, float(values.min())), max(high, float(values.max()))
         except DraftsmithError as error:
-            return failed(name, error.problem, RESAVE)
+            return failed(name, error.problem, subject.convert_command)
         if not finite:
             broken.append(key)
         elif low == high and len(tensor.shape) > 1:
@@ -260,5 +289,5 @@ def _values(subject: Subject) -> Check:
     if broken or constant:
         parts = [f"NaN or infinity in {', '.join(broken)}"] if broken else []
         parts += [f"one value throughout: {', '.join(constant)}"] if constant else []
-        return failed(name, "; ".join(parts), RESAVE)
+        return failed(name, "; ".join(parts), subject.convert_command)
     return passed(name, "all values finite, no matrix constant")

@@ -146,6 +146,8 @@ def config_rope(config: Mapping[str, Any], where: Path, *, base: float | None = 
         if value is not MISSING and value is not None and (type(value) not in (int, float) or value <= 0):
             raise DraftsmithError(f"the config's {key} is no positive number", where=where, found=value)
     for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) is not None and not isinstance(config[key], Mapping):
+            raise DraftsmithError(f"the config's {key} is no object", where=where, found=repr(config[key]))
         if config.get(key):
             _check_plain(config[key], f"{where}: {key}")
             found[key] = read_rope({"rope_theta": theta, key: config[key]})

@@ -6,7 +6,7 @@ What can be mended without loss is mended and said; what would need a guess stop
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isclose, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,16 @@ from draftsmith.configs.target import Target
 from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter, check_tensors
 from draftsmith.convert.config_fields import config_rope, config_taps, quantisation, refuse, settle_theta
 from draftsmith.convert.derived import RowsTensor, all_zero, fold_norm
-from draftsmith.convert.dialects import ANGELSLIM, CONVENTIONS, MODELOPT, Convention, Dialect, flattened
+from draftsmith.convert.dialects import (
+    ANGELSLIM,
+    CONVENTIONS,
+    MISSING,
+    MODELOPT,
+    Convention,
+    Dialect,
+    flattened,
+    look_up,
+)
 from draftsmith.convert.dimensions import dimensions, make_spec
 from draftsmith.convert.embedding import without_copy
 from draftsmith.convert.tensors import FLOATS, Array, Tensor, ValueTensor, file_tensors, from_ref, read_array
@@ -56,6 +65,13 @@ class ReadOptions:
     d2t_is: Reading | None = None
     head_from_target: bool = False
     repair_double_norm: bool = False
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given, as the command line spells them."""
+        return [
+            "--" + field.name.replace("_", "-") for field in fields(self) if getattr(self, field.name) != field.default
+        ]
 
     @classmethod
     def checked(cls, **values: Any) -> ReadOptions:
@@ -204,7 +220,7 @@ def _tap_count(tensors: Mapping[str, Tensor], width: int, folder: Path) -> int:
 
 
 def _rope(dialect: Dialect, flat: Mapping[str, Any], target: Target, where: Path, options: ReadOptions) -> RopeSpec:
-    scaled = any((flat.get(key) or {}).get("factor") for key in ("rope_scaling", "rope_parameters"))
+    scaled = any(look_up(flat, f"{key}.factor") not in (MISSING, None) for key in ("rope_scaling", "rope_parameters"))
     if dialect is MODELOPT and scaled and options.rope_scaling is None:
         raise DraftsmithError(
             "Model-Optimizer replaces the RoPE that it trained with by a scaled one at export; which one is true?",
@@ -257,6 +273,8 @@ def _with_maps(
 ) -> tuple[Maps, list[tuple[str, Tensor]]]:
     """Right maps, and the tensors with them and with lm_head's rows in their order."""
     held = dict(named)
+    if options.vocab is not None and held[HEAD].shape[:1] != (vocab_size,):
+        _check_vocab_file(options.vocab, held, folder)
     if options.vocab is not None:
         held = {name: tensor for name, tensor in named if name not in ("d2t", "t2d")} | _vocab_file(options.vocab)
         notes.append(f"the draft vocabulary is that of {options.vocab}")
@@ -282,6 +300,17 @@ def _with_maps(
 def _read(tensor: Tensor) -> Array:
     values = read_array(tensor)
     return values if tensor.dtype != "BF16" else (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def _check_vocab_file(file: Path, held: Mapping[str, Tensor], folder: Path) -> None:
+    """A head of D rows belongs to the map it was trained with: another one would name other tokens."""
+    given = _vocab_file(file)
+    for name in ("d2t", "t2d"):
+        if name in held and name in given and not np.array_equal(_read(held[name]), _read(given[name])):
+            raise DraftsmithError(
+                f"the checkpoint has a {name} of its own, and --vocab another", where=file, found=f"{folder} differs",
+                mend="leave --vocab out; it is for a checkpoint that lacks its map or has a head of the whole vocabulary",
+            )  # fmt: skip
 
 
 def _vocab_file(file: Path) -> dict[str, Tensor]:
@@ -310,6 +339,8 @@ def _double_norm(named: list[tuple[str, Tensor]], options: ReadOptions, notes: l
         )
         return named
     held = dict(named)
+    if not {"midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"} <= held.keys():
+        return named  # whose absence is reported with that of all others
     folded = fold_norm(held["midlayer.hidden_norm.weight"], held["midlayer.input_layernorm.weight"])
     notes.append(
         "hidden_norm = hidden_norm * gamma / rms(gamma), gamma being input_layernorm: the double norm repaired"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.configs.drafter import DrafterSpec
-from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.errors import DraftsmithError, sensible
 from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target
 from draftsmith.convert.canonical import EMBEDDING, O_BIAS, CanonicalDrafter, check_tensors
@@ -36,10 +36,21 @@ def read_drafter(source: Path, target: Target, options: ReadOptions | None = Non
             of other dimensions.
     """
     options = options or ReadOptions()
+    with sensible("the drafter", source, "correct it, or fetch the drafter again"):
+        return _read(source, target, options)
+
+
+def _read(source: Path, target: Target, options: ReadOptions) -> CanonicalDrafter:
     folder, found = locate_source(source)
     weights = drafter_weights(folder)
     dialect, described, file = recognise(folder, [name for name, _ in weights.named], options.config)
     record = None if dialect is DRAFTSMITH else read_record(folder)
+    if (dialect is DRAFTSMITH or record is not None) and options.given:
+        raise DraftsmithError(
+            f"{', '.join(options.given)}: this drafter has a record of what it is, which these options cannot change",
+            where=folder / (RECORD if record else dialect.marker_file),
+            mend="convert the checkpoint that it was made from, with these options; or leave them out",
+        )
     if dialect is DRAFTSMITH or record is not None:
         drafter = _read_own(dialect, described, record, weights.named, target, file)
     else:
@@ -117,7 +128,7 @@ def _read_own(
         spec, provenance = _trained_spec(described, where)
     else:
         spec, provenance = record.spec, record.provenance
-        notes.append(f"dimensions, taps and RoPE are those that training recorded in {RECORD}")
+        notes.append(f"dimensions, taps and RoPE are those recorded in {RECORD}")
     check_target(spec, target, folder)
     named = [(canonical_name(dialect, name), tensor) for name, tensor in named]
     if any(name == EMBEDDING for name, _ in named):

@@ -18,6 +18,9 @@ from draftsmith.convert.rope import check_rope
 
 RECORD = "draftsmith.json"
 
+OUR_FILES = frozenset({"config.json", "model.safetensors", RECORD, "model.safetensors.index.json", "README.md"})
+"""What a drafter folder may hold; a folder with anything else is never overwritten."""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)

@@ -29,12 +29,18 @@ PARAMETERS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 """rope_type -> (required, optional) keys. Dynamic NTK, longrope and others differ between trainer and engines."""
 
 
+LARGEST = 1e15
+"""No base, factor or length is as large."""
+
+
 def check_rope(rope: RopeSpec, *, where: object) -> None:
     """Refuse a scaling that trainer and engines would not compute alike.
 
     Raises:
         DraftsmithError: an unknown rope_type, a missing parameter, or one that some engine ignores.
     """
+    if not 1 < rope.theta < LARGEST:
+        raise DraftsmithError("the RoPE base makes no sense", where=where, found=rope.theta, expected="10000, 5e6, ...")
     if rope.scaling is None:
         return
     kind = str(rope.scaling.get("rope_type"))
@@ -61,10 +67,22 @@ def check_rope(rope: RopeSpec, *, where: object) -> None:
     wrong = {
         key: value
         for key, value in rope.scaling.items()
-        if key not in ("rope_type", "truncate") and value is not None and (type(value) not in (int, float) or value < 0)
+        if key not in ("rope_type", "truncate")
+        and value is not None
+        and (type(value) not in (int, float) or not 0 <= value < LARGEST)
     }
-    if wrong:
-        raise DraftsmithError("RoPE parameters must be numbers", where=where, found=wrong)
+    positive = ("factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "high_freq_factor")
+    wrong |= {key: rope.scaling[key] for key in positive if key in rope.scaling and rope.scaling[key] == 0}
+    wrong |= {key: None for key in required if rope.scaling[key] is None}
+    if wrong or type(rope.scaling.get("truncate", True)) is not bool:
+        raise DraftsmithError(
+            "RoPE parameters must be positive numbers", where=where, found=wrong or rope.scaling,
+            mend="write those that training used",
+        )  # fmt: skip
+    if kind == "llama3" and not rope.scaling["low_freq_factor"] < rope.scaling["high_freq_factor"]:
+        raise DraftsmithError(
+            "RoPE's low_freq_factor must be below its high_freq_factor", where=where, found=rope.scaling
+        )
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.configs.console import console, out
-from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.errors import NONSENSE, DraftsmithError, sensible
 from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target, read_target
-from draftsmith.convert.check import Check, Subject, warned
+from draftsmith.convert.check import Check, Subject, failed, warned
 from draftsmith.convert.checks_config import check_config
 from draftsmith.convert.checks_origin import check_origin
 from draftsmith.convert.checks_serving import check_serving
@@ -58,11 +58,26 @@ def verify(
     Raises:
         DraftsmithError: the folders themselves, or their config.json, cannot be read.
     """
-    subject = examine(drafter, read_target(target), store=store, deep=deep)
-    checks = [check for part in (check_config, check_tensors, check_serving, check_origin) for check in part(subject)]
+    served = read_target(target)
+    with sensible("the drafter", drafter, "correct its config.json, or fetch the folder again"):
+        subject = examine(drafter, served, store=store, deep=deep)
+    checks = [
+        check for part in (check_config, check_tensors, check_serving, check_origin) for check in _ask(part, subject)
+    ]
     for engine in engines:
         checks += engine_checks(drafter, subject.target, engine, python=(pythons or {}).get(engine))
     return [*checks, *_environment()]
+
+
+def _ask(part: Callable[[Subject], Iterator[Check]], subject: Subject) -> Iterator[Check]:
+    """The checks of one part; a value of a kind that no check expects ends the part with a fault instead of all."""
+    try:
+        yield from part(subject)
+    except NONSENSE as error:
+        name = part.__name__.removeprefix("check_") + ".sense"
+        yield failed(name, f"a value makes no sense: {type(error).__name__}: {error}", subject.convert_command)
+    except DraftsmithError as error:
+        yield failed(part.__name__.removeprefix("check_") + ".sense", _one_line(error), error.mend)
 
 
 def verify_command(
@@ -123,7 +138,8 @@ def examine(folder: Path, target: Target, *, store: Path | None, deep: bool) -> 
     raw: list[FileTensor] | None = None
     raw_fault: str | None = None
     try:
-        raw = drafter_files(folder)
+        with sensible("the weights", folder):
+            raw = drafter_files(folder)
     except DraftsmithError as error:
         raw_fault = _one_line(error)
     tensors = {canonical_name(SGLANG, tensor.name.removeprefix("model.")): tensor for tensor in raw or []}
@@ -137,7 +153,8 @@ def examine(folder: Path, target: Target, *, store: Path | None, deep: bool) -> 
     taps = subject.trained_taps or _served_taps(config, target, speculators)
     bias = "fc.bias" in tensors
     try:
-        spec = served_spec(config, target, folder / "config.json", taps=taps, rope=target.rope, fc_bias=bias)
+        with sensible("config.json", folder):
+            spec = served_spec(config, target, folder / "config.json", taps=taps, rope=target.rope, fc_bias=bias)
     except DraftsmithError as error:
         return replace(subject, spec_fault=_one_line(error))
     return replace(subject, spec=spec)

@@ -96,12 +96,27 @@ def settle_maps(
             notes.append("d2t was not in ascending order: d2t and the rows of lm_head are sorted together")
         if t2d is None:
             notes.append("t2d is absent and follows from d2t")
+            notes += _doubts(d2t, ids.size, vocab_size, reading)
     if rows == ids.size:
         return Maps(ids, order, tuple(notes))
     if rows == vocab_size:
         notes.append(f"lm_head has all {vocab_size:,} rows: the {ids.size:,} that d2t names are kept")
         return Maps(ids, ids, tuple(notes))
     raise MapError(f"lm_head has {rows:,} rows, d2t {ids.size:,} entries and the target {vocab_size:,} ids")
+
+
+def _doubts(d2t: Array, size: int, vocab_size: int, reading: Reading | None) -> list[str]:
+    """Maps that engines take without a word, and that nothing proves."""
+    if size < vocab_size and not d2t.any():
+        return [
+            "WARNING: d2t is all zeros: draft ids are the target's first ids. A map that was never filled looks like this"
+        ]
+    if reading is None and (np.diff(d2t) > 0).all() and d2t[0] >= 0 and d2t[-1] < vocab_size:
+        return [
+            f"WARNING: d2t ({d2t[0]}, {d2t[1] if size > 1 else ''}, ...) could be absolute target ids as well as offsets; "
+            "it is read as offsets, as engines do; if training meant ids, pass --d2t-is absolute"
+        ]
+    return []
 
 
 def _marked(t2d: Array | None, vocab_size: int, notes: list[str]) -> Array | None:

@@ -6,6 +6,7 @@ The tensors are streamed from the source, cast and checked on the way; the folde
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.configs.console import closing, console, meter, warn
-from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.errors import DraftsmithError, sensible
 from draftsmith.configs.files import atomic_folder, read_json, sweep_unfinished, write_json
 from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.canonical import O_BIAS, CanonicalDrafter
@@ -21,9 +22,8 @@ from draftsmith.convert.foreign import ReadOptions
 from draftsmith.convert.layer_ids import engine_lines
 from draftsmith.convert.layouts import LAYOUTS, Layout
 from draftsmith.convert.read import read_drafter
-from draftsmith.convert.record import RECORD, make_record
+from draftsmith.convert.record import OUR_FILES, RECORD, make_record
 from draftsmith.convert.rope import prove_unchanged
-from draftsmith.convert.source import INDEX
 from draftsmith.convert.tensors import (
     TORCH_NAMES,
     CastTensor,
@@ -39,8 +39,7 @@ WEIGHTS = "model.safetensors"
 WORTH_SHOWING = 256_000_000
 """Bytes from which writing takes long enough to show its progress."""
 
-OUR_FILES = frozenset({"config.json", WEIGHTS, RECORD, INDEX, "README.md", "manifest.json"})
-"""What a drafter folder may hold; a folder with anything else is never overwritten."""
+LONGEST_NAME = 200
 
 
 def convert(
@@ -77,7 +76,8 @@ def convert(
     _check_destination(source, out, target, overwrite=overwrite)
     drafter = read_drafter(source, target, options)
     layout.check(drafter.spec, target, drafter.origin)
-    config = layout.config(drafter.spec, target, precision)
+    with sensible("the drafter's config", drafter.origin):
+        config = layout.config(drafter.spec, target, precision)
     notes = [*drafter.notes, *_config_changes(drafter.origin, config)]
     notes.append(prove_unchanged(drafter.spec, config, target.longest_context))
     sweep_unfinished(out)
@@ -100,7 +100,9 @@ def convert(
     closing(
         f"{out}: {len(hashes)} tensors{changed}, {layout.title}, taps {', '.join(map(str, drafter.spec.taps))} of "
         f"{target.architecture}",
-        f"draftsmith verify {out} --target {target_path} --deep" if layout.name != "eagle" else None,
+        shlex.join(["draftsmith", "verify", str(out), "--target", str(target_path), "--deep"])
+        if layout.name != "eagle"
+        else None,
     )
     return out
 
@@ -169,6 +171,8 @@ def _dtype(wanted: str | None, target: Target) -> str:
 
 def _check_destination(source: Path, out: Path, target: Target, *, overwrite: bool) -> None:
     """Refuse a destination whose replacement would take something else with it."""
+    if len(out.name) > LONGEST_NAME:
+        raise DraftsmithError("the destination's name is too long", where="--out", found=f"{len(out.name)} characters")
     place = out.resolve()
     for label, kept in (("source", source.resolve()), ("target", target.path.resolve())):
         if kept != place and kept.is_relative_to(place):
@@ -177,6 +181,16 @@ def _check_destination(source: Path, out: Path, target: Target, *, overwrite: bo
             )
     if place == target.path.resolve():
         raise DraftsmithError("the destination is the target's folder", where=out, mend="name another with --out")
+    if out.is_symlink():
+        raise DraftsmithError(
+            "the destination is a link", where=out, found=f"-> {out.readlink()}",
+            mend="name a folder; `latest` of an export is flipped by draftsmith export",
+        )  # fmt: skip
+    if (out / "manifest.json").is_file():
+        raise DraftsmithError(
+            "the destination is a delivered version, which never changes", where=out,
+            mend="name another folder with --out, then: draftsmith export",
+        )  # fmt: skip
     if not out.exists():
         return
     if not overwrite:

@@ -75,7 +75,16 @@ def drafter_names(raw: Named, where: Path | str) -> tuple[Named, list[str]]:
         notes.append(f"passed over {len(raw) - len(kept):,} tensors of the optimizer and the run")
     wrapped = [(name, tensor) for name, tensor in kept if set(name.split(".")[:-1]) & set(DRAFTER_WRAPPERS)]
     if wrapped and len(wrapped) < len(kept):
-        notes.append(f"passed over {len(kept) - len(wrapped):,} tensors outside the drafter: they are the base model's")
+        outside = [name for name, _ in kept if not set(name.split(".")[:-1]) & set(DRAFTER_WRAPPERS)]
+        strays = sorted(name for name in outside if bare_name(name).startswith((*MARKS, "d2t", "t2d")))
+        if strays:
+            raise DraftsmithError(
+                "tensors that only a drafter has stand inside and outside of its wrapper", where=where,
+                found=f"outside: {', '.join(strays[:8])}; inside: {wrapped[0][0]}, ...", mend="keep one drafter in the file",
+            )  # fmt: skip
+        notes.append(
+            f"passed over {len(outside):,} tensors outside the drafter, as the base model's: {', '.join(outside[:3])}, ..."
+        )
         kept = wrapped
     seen: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in kept:
