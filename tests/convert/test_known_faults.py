@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import load_config
 from draftsmith.configs.target import read_target
 from draftsmith.convert.context import OVERRIDE
 from draftsmith.convert.foreign import ReadOptions
@@ -305,6 +306,15 @@ def test_a_map_in_a_side_file_comes_into_the_weights(tmp_path, source, target):
         found = load_file(out / "model.safetensors")
         assert (found["d2t"] + torch.arange(DRAFT)).tolist() == list(range(1, 4 * DRAFT, 4))
         assert found["t2d"].nonzero().flatten().tolist() == list(range(1, 4 * DRAFT, 4))
+
+
+@pytest.mark.parametrize("size", ["-1", "0", "4.5", "many", ".inf"])
+def test_a_draft_vocabulary_of_no_size_is_refused_when_the_run_is_read(tmp_path, size):
+    """Nothing checked it, and nonsense was trained (NVIDIA-NeMo/Automodel#2260)."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"name: a\ntarget: {{path: t}}\nvocab: {{size: {size}}}\n")
+    with pytest.raises(DraftsmithError, match=r"vocab\.size"):
+        load_config(file)
 
 
 # -- context and RoPE
