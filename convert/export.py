@@ -5,6 +5,7 @@ How each kind of storage does that is said in convert/delivery.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from draftsmith.configs.console import closing, console
@@ -13,6 +14,7 @@ from draftsmith.configs.files import read_json
 from draftsmith.configs.target import read_target
 from draftsmith.convert.card import model_card
 from draftsmith.convert.delivery.destination import open_destination
+from draftsmith.convert.delivery.local import LocalFolder
 from draftsmith.convert.delivery.version import check_label, make_version
 from draftsmith.convert.record import RECORD, Record, read_record
 from draftsmith.convert.verify import verify
@@ -26,7 +28,7 @@ def export(drafter: Path, destination: str | Path, target: Path | None = None, *
 
     Args:
         destination: a folder, s3://BUCKET/PREFIX or another fsspec URL, or hf://NAMESPACE/NAME[@BRANCH].
-        target: the target's folder; none: the one that training recorded.
+        target: the target's folder; none: the one that training or conversion recorded.
         version: its name; none: twelve digits of a hash over all its files.
 
     Returns:
@@ -41,6 +43,8 @@ def export(drafter: Path, destination: str | Path, target: Path | None = None, *
         check_label(version)
     record = read_record(drafter)
     target = target or _recorded_target(drafter, record)
+    if isinstance(place, LocalFolder):
+        _check_outside(place.root, {"drafter": drafter, "target": target})
     place.prepare()
     faults = [check for check in verify(drafter, target, deep=True) if check.status == "fail"]
     if faults:
@@ -67,6 +71,16 @@ def export(drafter: Path, destination: str | Path, target: Path | None = None, *
     return address
 
 
+def _check_outside(root: Path, folders: Mapping[str, Path]) -> None:
+    """Versions inside a model's own folder would become part of it."""
+    for label, folder in folders.items():
+        if root.resolve().is_relative_to(folder.resolve()):
+            raise DraftsmithError(
+                f"the destination lies in the {label}'s own folder", where=root, found=folder.resolve(),
+                mend="name another folder",
+            )  # fmt: skip
+
+
 def _recorded_target(drafter: Path, record: Record | None) -> Path:
     """The target's folder as training recorded it.
 
@@ -83,7 +97,7 @@ def _recorded_target(drafter: Path, record: Record | None) -> Path:
         raise DraftsmithError("the drafter's record names no target folder", where=drafter / RECORD, mend=mend)
     if not Path(recorded).is_dir():
         raise DraftsmithError(
-            "the target that training recorded is not on this machine",
+            "the target that was recorded is not on this machine",
             where=drafter / RECORD, found=recorded, mend=mend,
         )  # fmt: skip
     return Path(recorded)

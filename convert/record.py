@@ -108,7 +108,7 @@ def make_record(
             "context_length": target.context_length,
             "fingerprint": target.fingerprint(),
         },
-        "provenance": dict(drafter.provenance),
+        "provenance": {"target_path": str(target.path.resolve()), **drafter.provenance},
         "tensors": {name: {"shape": list(shapes[name]), "xxh3": digest} for name, digest in hashes.items()},
     }
 

@@ -168,6 +168,15 @@ def test_a_delivered_version_and_its_pointer_are_never_replaced(tmp_path, source
     assert {file.name for file in shelf.iterdir()} == before and (shelf / "latest").is_symlink()
 
 
+def test_an_export_needs_no_target_on_the_machine_that_converted_and_stays_out_of_models(tmp_path, source, target):
+    drafter = convert(source, target, tmp_path / "drafter")
+    export(drafter, tmp_path / "shelf")
+    for inside in (drafter, target, drafter / "versions"):
+        with pytest.raises(DraftsmithError, match="own folder"):
+            export(drafter, inside)
+    assert not (drafter / "versions").exists()
+
+
 def test_the_mending_command_can_be_pasted(tmp_path, target):
     """Names with spaces and brackets; other files in the folder, which overwriting would refuse."""
     source = foreign.write_safeailab(tmp_path / "a drafter; rm [bold]", Variant())
