@@ -76,7 +76,7 @@ class _Reader:
         }  # fmt: skip
         if values["norm_output"]:
             self.notes.append(
-                "norm_output is true: engines hand the normed state to the next step; SpecForge means something else "
+                "WARNING: norm_output is true: engines hand the normed state to the next step; SpecForge means something else "
                 "by it (a norm before lm_head, which engines always apply)"
             )
         values |= self._latent() if MLA_MARK in self.tensors else self._grouped()

@@ -127,6 +127,8 @@ def read_foreign(
     )
     notes += said
     values["rope"] = _rope(dialect, flat, target, where, options)
+    if options.rope_scaling is not None and not any(flat.get(key) for key in ("rope_scaling", "rope_parameters")):
+        notes.append("WARNING: --rope-scaling had no effect: the config has no scaling")
     if dialect is ANGELSLIM and options.rope_theta is None and not isclose(values["rope"].theta, ANGELSLIM_BASE):
         notes.append(
             f"WARNING: AngelSlim 0.5.0 trains with rope_theta {ANGELSLIM_BASE:g} whatever its config says, here "
@@ -150,6 +152,8 @@ def read_foreign(
         named = [(name, tensor) for name, tensor in named if name != EMBEDDING]
     if twice_normed:
         named = _double_norm(named, options, notes)
+    elif options.repair_double_norm:
+        notes.append("WARNING: --repair-double-norm had no effect: only Model-Optimizer's layers.0.* heads need it")
     return CanonicalDrafter(spec, check_tensors(spec, named, where=folder), dialect.name, folder, {}, tuple(notes))
 
 
@@ -252,6 +256,8 @@ def _with_head(
     if any(name == HEAD for name, _ in named):
         if flat.get("tie_word_embeddings") is True:
             notes.append("tie_word_embeddings was true: false, or SGLang would drop lm_head")
+        if options.head_from_target:
+            notes.append("WARNING: --head-from-target had no effect: the checkpoint has an lm_head")
         return named
     told = flat.get("draft_vocab_size")
     borrowed = told is None or told == target.vocab_size

@@ -168,6 +168,13 @@ def test_a_delivered_version_and_its_pointer_are_never_replaced(tmp_path, source
     assert {file.name for file in shelf.iterdir()} == before and (shelf / "latest").is_symlink()
 
 
+def test_flags_without_effect_say_so(tmp_path, source, target, capsys):
+    options = {"head_from_target": True, "repair_double_norm": True, "rope_scaling": "none"}
+    convert(source, target, tmp_path / "out", options=ReadOptions(**options))
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert all(f"--{name.replace('_', '-')} had no effect" in said for name in options)
+
+
 def test_an_export_needs_no_target_on_the_machine_that_converted_and_stays_out_of_models(tmp_path, source, target):
     drafter = convert(source, target, tmp_path / "drafter")
     export(drafter, tmp_path / "shelf")
