@@ -33,6 +33,7 @@ PREFIXES = (
 """Where wrappers keep the language model's trunk, most common first."""
 
 INDEX = "model.safetensors.index.json"
+INDEX_MEND = "fetch the folder again, or delete an index that belongs to other files"
 
 ROLES: dict[str, tuple[str, ...]] = {
     "embedding": ("embed_tokens.weight", "tok_embeddings.weight"),
@@ -55,8 +56,9 @@ LONGEST_CONTEXT = 1 << 30
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
 
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
-_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
+ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+ELEMENT_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
+"""safetensors dtype -> bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -294,17 +296,8 @@ def locate_tensors(folder: Path) -> dict[str, TensorRef]:
     """
     index = folder / INDEX
     if index.is_file():
-        weight_map = read_json(index, what="the weight index").get("weight_map", {})
-        names = sorted(set(weight_map.values()))
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise DraftsmithError(
-                    "the weight index names a file outside its folder",
-                    where=index,
-                    found=name,
-                    expected="a bare file name",
-                )
-        files = [folder / name for name in names if (folder / name).is_file()]
+        weight_map = read_weight_map(index)
+        files = [folder / name for name in sorted(set(weight_map.values())) if (folder / name).is_file()]
     else:
         weight_map = None
         files = sorted(folder.glob("*.safetensors"))
@@ -314,6 +307,23 @@ def locate_tensors(folder: Path) -> dict[str, TensorRef]:
             if weight_map is None or weight_map.get(name) == file.name:
                 found[name] = TensorRef(name, file, tuple(entry["shape"]), entry["dtype"])
     return found
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, as a weight index says; whether the files are there is not looked at.
+
+    Raises:
+        DraftsmithError: no usable map, or a file outside the folder.
+    """
+    weight_map = read_json(index, what="the weight index").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise DraftsmithError("the weight index has no usable weight_map", where=index, mend=INDEX_MEND)
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise DraftsmithError(
+                "the weight index names a file outside its folder", where=index, found=name, expected="a bare file name"
+            )
+    return weight_map
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
@@ -335,8 +345,8 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = entry["data_offsets"]
-            wanted = prod(entry["shape"]) * _BYTES.get(entry["dtype"], 0)
-            if first != end or (entry["dtype"] in _BYTES and last - first != wanted):
+            wanted = prod(entry["shape"]) * ELEMENT_BYTES.get(entry["dtype"], 0)
+            if first != end or (entry["dtype"] in ELEMENT_BYTES and last - first != wanted):
                 raise ValueError(f"{name} has the byte range {first:,}..{last:,} instead of {end:,}..{end + wanted:,}")
             end = last
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -397,7 +407,7 @@ def _absent_shard(folder: Path, suffixes: tuple[str, ...]) -> tuple[str, str] | 
     """The first of these tensors that the index places in a file which is not there, and that file."""
     if not (folder / INDEX).is_file():
         return None
-    weight_map = read_json(folder / INDEX, what="the weight index").get("weight_map", {})
+    weight_map = read_weight_map(folder / INDEX)
     return next(
         (
             (n, weight_map[n])

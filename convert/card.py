@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target
-from draftsmith.convert.delivery.serving import HERE, serving_lines
+from draftsmith.convert.launch import HERE, serving_lines
 from draftsmith.convert.record import Record
 
 MEASUREMENTS = ("evaluate.json", "evaluate-{drafter}.json", "serve.json")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.target import Target
+from draftsmith.convert.dialects import is_speculators
 from draftsmith.convert.record import OUR_FILES, Record
 from draftsmith.convert.tensors import FileTensor
 
@@ -34,8 +35,8 @@ class Subject:
         raw: every tensor as the files name it, duplicates included; None if the files cannot be read.
         tensors: the same by canonical name.
         record: draftsmith.json, None if there is none.
-        speculators: whether the folder is in the speculators format, which vLLM alone loads; `config` is then its flat
-            form, as vLLM makes it.
+        written: config.json to the letter.
+        config: the same; of the speculators format the flat form, as vLLM makes it.
         spec: the dimensions as an engine takes them from config.json; None if it does not tell them.
         spec_fault: why `spec` is None.
         deep: whether all values may be read.
@@ -43,6 +44,7 @@ class Subject:
 
     folder: Path
     target: Target
+    written: Mapping[str, Any]
     config: Mapping[str, Any]
     raw: list[FileTensor] | None
     raw_fault: str | None
@@ -52,7 +54,11 @@ class Subject:
     spec_fault: str | None
     store: Path | None
     deep: bool
-    speculators: bool = False
+
+    @property
+    def speculators(self) -> bool:
+        """Whether the folder is in the speculators format, which vLLM alone loads."""
+        return is_speculators(self.written)
 
     @property
     def trained_taps(self) -> tuple[int, ...] | None:

@@ -39,10 +39,11 @@ def _config(subject: Subject, record: Record) -> Check:
         expected = layout.config(record.spec, subject.target, record.dtype)
     except DraftsmithError as error:
         return failed(name, error.problem, error.mend)
-    found = read_json(subject.folder / "config.json", what="config.json")
     # The verifier's name is a path of the machine that converted.
-    for config in (found, expected):
-        config.pop("speculators_config", None)
+    found, expected = (
+        {key: value for key, value in config.items() if key != "speculators_config"}
+        for config in (subject.written, expected)
+    )
     lines = config_differences(found, expected)
     if lines:
         return warned(name, "edited since conversion: " + "; ".join(lines), subject.convert_command)

@@ -162,31 +162,23 @@ def _vocabulary(subject: Subject) -> Iterator[Check]:
         return
     d2t = read_array(tensors["d2t"])
     fault = d2t_fault(d2t, spec.draft_vocab_size, spec.vocab_size)
-    order = np.arange(d2t.size)
-    if fault and subject.record is None and d2t.shape == (spec.draft_vocab_size,):
-        ids = np.sort(d2t.astype(np.int64) + order)
-        if d2t_fault(ids - order, spec.draft_vocab_size, spec.vocab_size) is None:
-            yield warned(
-                "vocab.d2t",
-                f"{fault} for tools that cut logits by t2d; engines take any order, if lm_head's rows have the same",
-                subject.convert_command,
-            )
-            d2t, fault = ids - order, None
-            if "t2d" in tensors and tensors["t2d"].dtype == "BOOL":
-                disagreement = t2d_fault(read_array(tensors["t2d"]), d2t, spec.vocab_size)
-                if disagreement:
-                    yield failed("vocab.t2d", disagreement, subject.convert_command)
-            return
-    yield (
-        failed("vocab.d2t", fault, subject.convert_command)
-        if fault
-        else passed("vocab.d2t", "offsets, ascending, within the vocabulary")
-    )
-    if fault is None and "t2d" in tensors:
+    ordered = np.sort(d2t.astype(np.int64).reshape(-1) + np.arange(d2t.size)) - np.arange(d2t.size)
+    if fault is None:
+        yield passed("vocab.d2t", "offsets, ascending, within the vocabulary")
+    elif subject.record is None and d2t_fault(ordered, spec.draft_vocab_size, spec.vocab_size) is None:
+        yield warned(
+            "vocab.d2t",
+            f"{fault} for tools that cut logits by t2d; engines take any order, if lm_head's rows have the same",
+            subject.convert_command,
+        )
+    else:
+        yield failed("vocab.d2t", fault, subject.convert_command)
+        return
+    if "t2d" in tensors:
         if tensors["t2d"].dtype != "BOOL":
             yield failed("vocab.t2d", f"dtype {tensors['t2d'].dtype}, expected BOOL", subject.convert_command)
             return
-        disagreement = t2d_fault(read_array(tensors["t2d"]), d2t, spec.vocab_size)
+        disagreement = t2d_fault(read_array(tensors["t2d"]), ordered, spec.vocab_size)
         yield (
             failed("vocab.t2d", disagreement, subject.convert_command)
             if disagreement

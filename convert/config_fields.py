@@ -20,7 +20,7 @@ def refuse(dialect: Dialect, config: Mapping[str, Any], where: Path) -> None:
     """Stop at values that no output form can carry, all of them in one error."""
     lines = []
     for refused in REFUSED:
-        for path in dict.fromkeys((refused.path, f"{dialect.nested}.{refused.path}".removeprefix("."))):
+        for path in dialect.places(refused.path):
             value = look_up(config, path)
             if not any(value is allowed or value == allowed for allowed in refused.allowed):
                 lines.append(f"{path}: {value}; {refused.reason}")
@@ -40,8 +40,7 @@ def quantisation(
     Raises:
         DraftsmithError: the drafter itself is quantised.
     """
-    places = ("quantization_config", f"{dialect.nested}.quantization_config")
-    if not any(look_up(config, place) not in (MISSING, None, {}) for place in places):
+    if not any(look_up(config, place) not in (MISSING, None, {}) for place in dialect.places("quantization_config")):
         return []
     quantised = [
         name

@@ -61,6 +61,10 @@ class Dialect:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ids: tuple[tuple[str, Convention], ...] = ()
 
+    def places(self, path: str) -> tuple[str, ...]:
+        """Where a field may stand: at the top level, and in the nested object if there is one."""
+        return (path, f"{self.nested}.{path}") if self.nested else (path,)
+
 
 LAYER = {"layers.0.": "midlayer."}
 
@@ -151,6 +155,19 @@ def look_up(config: Mapping[str, Any], path: str) -> Any:
             return MISSING
         value = value[part]
     return value
+
+
+def is_speculators(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is in the speculators format, which vLLM alone loads."""
+    return isinstance(config.get(SPECULATORS.nested), Mapping)
+
+
+def attention_window(config: Mapping[str, Any]) -> int | None:
+    """The sliding window of the drafter's layer in tokens, None if it attends to all."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    used = config.get("use_sliding_window") is not False
+    listed = isinstance(kinds, list) and "sliding_attention" in kinds
+    return window if used and listed and type(window) is int else None
 
 
 def flattened(dialect: Dialect, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from draftsmith.configs.drafter import LLAMA, MLA, DrafterSpec, MlaSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
+from draftsmith.convert.dialects import attention_window
 from draftsmith.convert.tensors import Tensor
 
 ATTENTION = "midlayer.self_attn."
@@ -165,15 +166,12 @@ class _Reader:
         return self.target.hidden_size
 
     def _sliding_window(self) -> int | None:
-        kinds = self.config.get("layer_types")
-        window = self.config.get("sliding_window")
-        used = self.config.get("use_sliding_window", True) is not False
-        if not used or type(window) is not int or not isinstance(kinds, list) or "sliding_attention" not in kinds:
-            return None
-        self.notes.append(
-            f"trained with a sliding window of {window:,} tokens: SGLang has no config field for it; serve with "
-            f"--speculative-draft-window-size {window}"
-        )
+        window = attention_window(self.config)
+        if window is not None:
+            self.notes.append(
+                f"trained with a sliding window of {window:,} tokens: SGLang has no config field for it; serve with "
+                f"--speculative-draft-window-size {window}"
+            )
         return window
 
     def _switch(self, name: str, beginning: str, said: bool) -> bool:

@@ -18,9 +18,9 @@ ROUNDING = 1 / 128
 
 
 def without_copy(
-    tensors: dict[str, Tensor], spec: DrafterSpec, target: Target, where: object, *, trained: bool
-) -> tuple[dict[str, Tensor], str]:
-    """The tensors without an embedding that engines share, and what was found, in words.
+    named: list[tuple[str, Tensor]], spec: DrafterSpec, target: Target, where: object, *, trained: bool
+) -> tuple[list[tuple[str, Tensor]], str]:
+    """The tensors by name without an embedding that engines share, and what was found, in words.
 
     Args:
         trained: whether the checkpoint says that it trained its embedding.
@@ -28,7 +28,7 @@ def without_copy(
     Raises:
         DraftsmithError: the widths differ and there is none, or its own embedding was trained.
     """
-    own = tensors.get(EMBEDDING)
+    own = dict(named).get(EMBEDDING)
     if spec.hidden_size != spec.target_hidden_size:
         if own is None:
             raise DraftsmithError(
@@ -37,8 +37,8 @@ def without_copy(
                 expected=f"{EMBEDDING} of shape {[spec.vocab_size, spec.hidden_size]}",
                 mend="convert a checkpoint that has it",
             )
-        return tensors, f"{EMBEDDING} is the drafter's own, which a drafter of another width needs"
-    rest = {name: tensor for name, tensor in tensors.items() if name != EMBEDDING}
+        return named, f"{EMBEDDING} is the drafter's own, which a drafter of another width needs"
+    rest = [(name, tensor) for name, tensor in named if name != EMBEDDING]
     if own is None:
         return rest, f"no {EMBEDDING}: engines share the target's"
     if trained:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import atomic_file, read_json
+from draftsmith.configs.files import read_json
+from draftsmith.configs.picture import picture
 
 MOST_STEPS = 8
 WORTH = 1.05
@@ -228,35 +229,19 @@ def make_costs(batch: int, decode: Any, draft: Any, verify: Mapping[int, Any]) -
 
 def draw(forecasts: Sequence[Forecast], file: Path) -> None:
     """Speed-up by depth, one line a batch size, as a PNG that replaces an older one whole."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for entry in forecasts:
-        steps = [depth.steps for depth in entry.depths]
-        line = axis.plot(
-            steps, [depth.speedup for depth in entry.depths], marker="o", label=f"batch {entry.costs.batch}"
-        )
-        if entry.best is not None:
-            axis.plot(
-                entry.best.steps,
-                entry.best.speedup,
-                "o",
-                markersize=12,
-                markerfacecolor="none",
-                color=line[0].get_color(),
-            )
-    axis.axhline(1.0, color="black", linewidth=1)
-    axis.text(
-        0.995, 1.0, "without a drafter", transform=axis.get_yaxis_transform(), ha="right", va="bottom", fontsize="small"
-    )
-    axis.set_xlabel("drafted tokens a chain")
-    axis.set_ylabel("speed-up")
-    axis.set_title("forecast (circle: the depth to deploy)")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
-    with atomic_file(file) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-    plt.close(figure)
+    with picture(file, size=(7, 4.2)) as axis:
+        for entry in forecasts:
+            steps = [depth.steps for depth in entry.depths]
+            speedups = [depth.speedup for depth in entry.depths]
+            (line,) = axis.plot(steps, speedups, marker="o", label=f"batch {entry.costs.batch}")
+            if entry.best is not None:
+                circle = {"markersize": 12, "markerfacecolor": "none", "color": line.get_color()}
+                axis.plot(entry.best.steps, entry.best.speedup, "o", **circle)
+        axis.axhline(1.0, color="black", linewidth=1)
+        across = axis.get_yaxis_transform()
+        axis.text(0.995, 1.0, "without a drafter", transform=across, ha="right", va="bottom", fontsize="small")
+        axis.set_xlabel("drafted tokens a chain")
+        axis.set_ylabel("speed-up")
+        axis.set_title("forecast (circle: the depth to deploy)")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")

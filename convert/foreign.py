@@ -16,7 +16,7 @@ import numpy as np
 from draftsmith.configs.drafter import RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
-from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter, check_tensors
+from draftsmith.convert.canonical import CanonicalDrafter, check_tensors
 from draftsmith.convert.config_fields import config_rope, config_taps, quantisation, refuse, settle_theta
 from draftsmith.convert.derived import RowsTensor, all_zero, fold_norm
 from draftsmith.convert.dialects import (
@@ -31,7 +31,16 @@ from draftsmith.convert.dialects import (
 )
 from draftsmith.convert.dimensions import dimensions, make_spec
 from draftsmith.convert.embedding import without_copy
-from draftsmith.convert.tensors import FLOATS, Array, Tensor, ValueTensor, file_tensors, from_ref, read_array
+from draftsmith.convert.tensors import (
+    FLOATS,
+    Array,
+    Tensor,
+    ValueTensor,
+    file_tensors,
+    from_ref,
+    read_array,
+    to_float32,
+)
 from draftsmith.convert.vocab_map import MapError, Maps, Reading, settle_maps
 
 HEAD = "lm_head.weight"
@@ -126,14 +135,7 @@ def read_foreign(
         dialect, config, target, _tap_count(tensors, values["target_hidden_size"], folder), where, options.ids_are
     )
     notes += said
-    values["rope"] = _rope(dialect, flat, target, where, options)
-    if options.rope_scaling is not None and not any(flat.get(key) for key in ("rope_scaling", "rope_parameters")):
-        notes.append("WARNING: --rope-scaling had no effect: the config has no scaling")
-    if dialect is ANGELSLIM and options.rope_theta is None and not isclose(values["rope"].theta, ANGELSLIM_BASE):
-        notes.append(
-            f"WARNING: AngelSlim 0.5.0 trains with rope_theta {ANGELSLIM_BASE:g} whatever its config says, here "
-            f"{values['rope'].theta:g}. If that release trained this drafter, pass --rope-theta {ANGELSLIM_BASE:g}"
-        )
+    values["rope"] = _rope(dialect, flat, target, where, options, notes)
     named = _with_head(named, flat, target, folder, options, notes)
     maps, named = _with_maps(named, values["vocab_size"], folder, options, notes)
     values["draft_vocab_size"] = int(maps.ids.size)
@@ -146,10 +148,8 @@ def read_foreign(
         )
     spec = make_spec(values, where)
     trained = flat.get("embed_requires_grad") is True
-    kept, said_of_embedding = without_copy(dict(named), spec, target, folder, trained=trained)
+    named, said_of_embedding = without_copy(named, spec, target, folder, trained=trained)
     notes.append(said_of_embedding)
-    if EMBEDDING not in kept:
-        named = [(name, tensor) for name, tensor in named if name != EMBEDDING]
     if twice_normed:
         named = _double_norm(named, options, notes)
     elif options.repair_double_norm:
@@ -223,7 +223,11 @@ def _tap_count(tensors: Mapping[str, Tensor], width: int, folder: Path) -> int:
     return fc.shape[1] // width
 
 
-def _rope(dialect: Dialect, flat: Mapping[str, Any], target: Target, where: Path, options: ReadOptions) -> RopeSpec:
+def _rope(
+    dialect: Dialect, flat: Mapping[str, Any], target: Target, where: Path, options: ReadOptions, notes: list[str]
+) -> RopeSpec:
+    if options.rope_scaling is not None and not any(flat.get(key) for key in ("rope_scaling", "rope_parameters")):
+        notes.append("WARNING: --rope-scaling had no effect: the config has no scaling")
     scaled = any(look_up(flat, f"{key}.factor") not in (MISSING, None) for key in ("rope_scaling", "rope_parameters"))
     if dialect is MODELOPT and scaled and options.rope_scaling is None:
         raise DraftsmithError(
@@ -241,6 +245,11 @@ def _rope(dialect: Dialect, flat: Mapping[str, Any], target: Target, where: Path
         flat = ({} if base is None else {"rope_theta": base}) | flat
     rope = config_rope(flat, where, base=options.rope_theta)
     settle_theta(rope, target, where, said=options.rope_theta is not None)
+    if dialect is ANGELSLIM and options.rope_theta is None and not isclose(rope.theta, ANGELSLIM_BASE):
+        notes.append(
+            f"WARNING: AngelSlim 0.5.0 trains with rope_theta {ANGELSLIM_BASE:g} whatever its config says, here "
+            f"{rope.theta:g}. If that release trained this drafter, pass --rope-theta {ANGELSLIM_BASE:g}"
+        )
     return rope
 
 
@@ -304,8 +313,9 @@ def _with_maps(
 
 
 def _read(tensor: Tensor) -> Array:
+    """The values; bfloat16 as the numbers that its bits stand for."""
     values = read_array(tensor)
-    return values if tensor.dtype != "BF16" else (values.astype(np.uint32) << 16).view(np.float32)
+    return to_float32(values, tensor.dtype) if tensor.dtype == "BF16" else values
 
 
 def _check_vocab_file(file: Path, held: Mapping[str, Tensor], folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
+from draftsmith.convert.dialects import is_speculators
 
 Rule = Literal["plus-one", "deepseek", "gpt-oss", "minimax-m3"]
 Runner = Literal["v1", "v2"]
@@ -123,7 +124,7 @@ def engine_lines(config: Mapping[str, Any], target: Target) -> list[str]:
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     top = config.get("eagle_aux_hidden_state_layer_ids")
     lines = []
-    if "transformer_layer_config" not in config:
+    if not is_speculators(config):
         taps = resolve_sglang(target.architecture, nested, target.num_layers)
         lines.append(f"SGLang feeds taps {list(taps)} of {target.architecture} (ids {nested})")
     runners: tuple[Runner, ...] = ("v1", "v2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,8 @@ def _read(source: Path, target: Target, options: ReadOptions) -> CanonicalDrafte
     else:
         drafter = read_foreign(dialect, described, weights.named, target, file, folder, options)
         check_target(drafter.spec, target, folder)
-    return CanonicalDrafter(
-        drafter.spec, drafter.tensors, drafter.dialect, folder, drafter.provenance,
-        (f"read as {dialect.title}", *found, *weights.notes, *drafter.notes),
-    )  # fmt: skip
+    notes = (f"read as {dialect.title}", *found, *weights.notes, *drafter.notes)
+    return replace(drafter, origin=folder, notes=notes)
 
 
 def recognise(folder: Path, names: list[str], config: Path | None = None) -> tuple[Dialect, dict[str, Any], Path]:
@@ -72,17 +71,21 @@ def recognise(folder: Path, names: list[str], config: Path | None = None) -> tup
         DraftsmithError: nothing describes the drafter, or the form is unknown.
     """
     seen = []
+    descriptions = {}
+    for name in dict.fromkeys(dialect.marker_file for dialect in DIALECTS):
+        file = _description(folder, name, config)
+        if file is not None:
+            descriptions[name] = file, read_json(file, what=f"the drafter's {file.name}")
     for dialect in DIALECTS:
-        file = _description(folder, dialect.marker_file, config)
-        if file is None:
+        if dialect.marker_file not in descriptions:
             continue
-        described = read_json(file, what=f"the drafter's {file.name}")
+        file, described = descriptions[dialect.marker_file]
         if not _described_by(dialect, described):
             continue
         if any(name.startswith(dialect.tensors) for name in names):
             return dialect, described, file
         seen.append(f"{file.name} looks like {dialect.title}")
-    if not seen and _description(folder, "config.json", config) is None:
+    if not seen and "config.json" not in descriptions:
         raise DraftsmithError(
             "nothing describes this drafter: there is no config.json", where=folder,
             found=f"{len(names)} tensors: {', '.join(sorted(names)[:4])}, ...", expected="config.json beside the weights",
@@ -132,20 +135,15 @@ def _read_own(
     check_target(spec, target, folder)
     named = [(canonical_name(dialect, name), tensor) for name, tensor in named]
     if any(name == EMBEDDING for name, _ in named):
-        kept, said = without_copy(dict(named), spec, target, folder, trained=False)
-        named = [(name, tensor) for name, tensor in named if name != EMBEDDING or EMBEDDING in kept]
+        named, said = without_copy(named, spec, target, folder, trained=False)
         notes.append(said)
     if spec.draft_vocab_size == spec.vocab_size and not any(name in ("d2t", "t2d") for name, _ in named):
         named += identity_maps(spec.vocab_size).items()
-    named = [(name, tensor) for name, tensor in named if name not in _added_zeros(spec, named)]
+    if spec.fc_bias:  # writing adds zeros, since SGLang builds both
+        named = [(name, tensor) for name, tensor in named if name != O_BIAS]
     tensors = check_tensors(spec, named, where=folder)
     check_maps(tensors, spec, where=folder)
     return CanonicalDrafter(spec, tensors, dialect.name, folder, provenance, tuple(notes))
-
-
-def _added_zeros(spec: DrafterSpec, named: list[tuple[str, Tensor]]) -> set[str]:
-    """The o_proj.bias that writing adds beside an fc.bias, since SGLang builds one."""
-    return {name for name, _ in named if spec.fc_bias and name == O_BIAS}
 
 
 def check_maps(tensors: Mapping[str, Tensor], spec: DrafterSpec, *, where: object) -> None:

@@ -12,13 +12,13 @@ from draftsmith import __version__
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json
-from draftsmith.configs.target import Target
+from draftsmith.configs.target import INDEX, Target
 from draftsmith.convert.canonical import CanonicalDrafter
 from draftsmith.convert.rope import check_rope
 
 RECORD = "draftsmith.json"
 
-OUR_FILES = frozenset({"config.json", "model.safetensors", RECORD, "model.safetensors.index.json", "README.md"})
+OUR_FILES = frozenset({"config.json", "model.safetensors", RECORD, INDEX, "README.md"})
 """What a drafter folder may hold; a folder with anything else is never overwritten."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from draftsmith.configs.drafter import DrafterSpec, RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import read_rope
+from draftsmith.convert.dialects import SPECULATORS, is_speculators
 
 PARAMETERS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "linear": (frozenset({"factor"}), frozenset({"original_max_position_embeddings"})),
@@ -159,7 +160,7 @@ def prove_unchanged(spec: DrafterSpec, config: Mapping[str, Any], context: int) 
     Raises:
         DraftsmithError: they differ.
     """
-    layer = config.get("transformer_layer_config", config)
+    layer = config[SPECULATORS.nested] if is_speculators(config) else config
     written, dim = without_bridge(read_rope(dict(layer))), spec.head_dim
     same = inverse_frequencies(written, dim) == inverse_frequencies(spec.rope, dim)
     if not same or not math.isclose(amplitude(written, sglang=False), amplitude(spec.rope, sglang=False)):

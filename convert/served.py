@@ -9,6 +9,7 @@ from typing import Any
 from draftsmith.configs.drafter import LLAMA, MLA, DrafterSpec, RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import Target
+from draftsmith.convert.dialects import attention_window
 from draftsmith.convert.dimensions import make_spec
 
 SIZES = (
@@ -51,9 +52,7 @@ def served_spec(
         values["mla"]["rope_interleave"] = config.get("rope_interleave", True)
         values["num_key_value_heads"] = values["num_attention_heads"]
         values["head_dim"] = values["mla"]["qk_rope_head_dim"]
-    window = config.get("sliding_window")
-    if type(window) is int and "sliding_attention" in (config.get("layer_types") or ()):
-        values["sliding_window"] = window
+    values["sliding_window"] = attention_window(config)
     return make_spec(values, where)
 
 

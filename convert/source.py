@@ -10,12 +10,11 @@ import numpy as np
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK, read_json
-from draftsmith.convert.storage.groups import INDEX, Group, Refused, groups_of, holds_weights, joined, subfolders
-from draftsmith.convert.storage.index import MEND, check_index, read_index
+from draftsmith.configs.target import INDEX, INDEX_MEND
+from draftsmith.convert.storage.groups import Group, Refused, groups_of, holds_weights, joined, subfolders
+from draftsmith.convert.storage.index import check_index, read_index
 from draftsmith.convert.storage.names import Named, may_be_part, only_placeholders
 from draftsmith.convert.tensors import FLOATS, CastTensor, FileTensor, Tensor, file_tensors
-
-__all__ = ["INDEX", "Weights", "drafter_files", "drafter_weights", "locate_source"]
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -263,5 +262,5 @@ def _left_out(index: Path, files: list[str]) -> DraftsmithError:
         else "the weight index leaves out files that hold a part of the drafter",
         where=index,
         found=", ".join(files),
-        mend=MEND,
+        mend=INDEX_MEND,
     )

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from io import RawIOBase
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -93,33 +92,41 @@ class FileTensor:
 
     def pieces(self) -> Iterator[Array]:
         """The values in order, as flat arrays of STORAGE[dtype]."""
-        if self.dtype not in STORAGE:
-            raise DraftsmithError(
-                "a tensor has a dtype that drafters do not come in",
-                where=self.origin,
-                found=self.dtype,
-                expected=", ".join(STORAGE),
-            )
-        storage, left = STORAGE[self.dtype], prod(self.shape)
+        storage, left = storage_type(self.dtype, self.origin), prod(self.shape)
         with self.file.open("rb", buffering=0) as handle:
-            handle.seek(self.offset)
+            offset = self.offset
             while left:
                 piece = np.empty(min(PIECE, left), storage)
-                if not _fill(handle, piece):
-                    raise DraftsmithError("the file ends inside a tensor", where=self.origin, mend="fetch it again")
-                left -= piece.size
+                read_into(piece, handle.fileno(), offset, self.origin)
+                left, offset = left - piece.size, offset + piece.nbytes
                 yield piece
 
 
-def _fill(handle: RawIOBase, piece: Array) -> bool:
-    """Read until `piece` is full; False if the file ends first."""
-    space = piece.data.cast("B")
+def storage_type(dtype: str, origin: str) -> np.dtype[Any]:
+    """The array type of a dtype's pieces.
+
+    Raises:
+        DraftsmithError: a dtype that drafters do not come in.
+    """
+    if dtype not in STORAGE:
+        raise DraftsmithError(
+            "a tensor has a dtype that drafters do not come in", where=origin, found=dtype, expected=", ".join(STORAGE)
+        )
+    return STORAGE[dtype]
+
+
+def read_into(piece: Array, descriptor: int, offset: int, origin: str) -> None:
+    """Fill a flat array with the bytes of an open file from `offset` on.
+
+    Raises:
+        DraftsmithError: the file ends first.
+    """
+    space = piece.view(np.uint8).data
     while space:
-        count = handle.readinto(space)
+        count = os.preadv(descriptor, [space], offset)
         if not count:
-            return False
-        space = space[count:]
-    return True
+            raise DraftsmithError("the file ends inside a tensor", where=origin, mend="fetch it again")
+        space, offset = space[count:], offset + count
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -23,10 +22,10 @@ from draftsmith.convert.checks_origin import check_origin
 from draftsmith.convert.checks_serving import check_serving
 from draftsmith.convert.checks_tensors import check_tensors
 from draftsmith.convert.context import OVERRIDE
-from draftsmith.convert.dialects import NESTED_IDS, SGLANG, SPECULATORS, TOP_IDS, flattened, look_up
+from draftsmith.convert.dialects import NESTED_IDS, SGLANG, SPECULATORS, TOP_IDS, flattened, is_speculators, look_up
 from draftsmith.convert.engine_loader import Engine, engine_checks
 from draftsmith.convert.foreign import canonical_name
-from draftsmith.convert.launch import sglang_line, vllm_line
+from draftsmith.convert.launch import serving_lines
 from draftsmith.convert.layer_ids import resolve_sglang, resolve_vllm
 from draftsmith.convert.record import read_record
 from draftsmith.convert.served import served_spec
@@ -58,14 +57,16 @@ def verify(
     Raises:
         DraftsmithError: the folders themselves, or their config.json, cannot be read.
     """
-    served = read_target(target)
-    with sensible("the drafter", drafter, "correct its config.json, or fetch the folder again"):
-        subject = examine(drafter, served, store=store, deep=deep)
+    return run_checks(examine(drafter, read_target(target), store=store, deep=deep), engines, pythons or {})
+
+
+def run_checks(subject: Subject, engines: tuple[Engine, ...], pythons: Mapping[Engine, Path]) -> list[Check]:
+    """Every check of a drafter that was read; see `verify`."""
     checks = [
         check for part in (check_config, check_tensors, check_serving, check_origin) for check in _ask(part, subject)
     ]
     for engine in engines:
-        checks += engine_checks(drafter, subject.target, engine, python=(pythons or {}).get(engine))
+        checks += engine_checks(subject.folder, subject.target, engine, python=pythons.get(engine))
     return [*checks, *_environment()]
 
 
@@ -91,13 +92,10 @@ def verify_command(
     as_json: bool = False,
 ) -> bool:
     """Run `verify` and print it, with the lines that launch both engines; True if nothing failed."""
-    checks = verify(drafter, target, store=store, deep=deep, engines=engines, pythons=pythons)
+    subject = examine(drafter, read_target(target), store=store, deep=deep)
+    checks = run_checks(subject, engines, pythons or {})
     counts = Counter(str(check.status) for check in checks)
-    served = read_target(target)
-    config = read_json(drafter / "config.json", what="the drafter's config.json")
-    lines = {"sglang": sglang_line(drafter, served, config=config), "vllm": vllm_line(drafter, served)}
-    if "transformer_layer_config" in config:
-        del lines["sglang"]
+    lines = serving_lines(drafter, subject.target, subject.written)
     good = counts["fail"] == 0
     if as_json:
         report = {"drafter": str(drafter), "ok": good, "checks": [asdict(check) for check in checks], "launch": lines}
@@ -128,13 +126,22 @@ def report_table(drafter: Path, checks: list[Check]) -> Table:
 
 
 def examine(folder: Path, target: Target, *, store: Path | None, deep: bool) -> Subject:
-    """Read what the checks look at; faults of the weights and of the dimensions become findings, not errors."""
+    """Read what the checks look at; faults of the weights and of the dimensions become findings, not errors.
+
+    Raises:
+        DraftsmithError: the folder or its config.json cannot be read, or makes no sense.
+    """
+    with sensible("the drafter", folder, "correct its config.json, or fetch the folder again"):
+        return _examine(folder, target, store=store, deep=deep)
+
+
+def _examine(folder: Path, target: Target, *, store: Path | None, deep: bool) -> Subject:
     if not folder.is_dir():
         raise DraftsmithError(
             "the drafter folder does not exist", where=folder, mend="draftsmith convert ... --out " + str(folder)
         )
     mend = "convert a training checkpoint first: draftsmith convert CHECKPOINT --target TARGET --out FOLDER"
-    config = read_json(folder / "config.json", what="the drafter's config.json", mend=mend)
+    written = read_json(folder / "config.json", what="the drafter's config.json", mend=mend)
     raw: list[FileTensor] | None = None
     raw_fault: str | None = None
     try:
@@ -143,14 +150,12 @@ def examine(folder: Path, target: Target, *, store: Path | None, deep: bool) -> 
     except DraftsmithError as error:
         raw_fault = _one_line(error)
     tensors = {canonical_name(SGLANG, tensor.name.removeprefix("model.")): tensor for tensor in raw or []}
-    speculators = isinstance(config.get("transformer_layer_config"), dict)
-    if speculators:
-        config = flattened(SPECULATORS, config)
+    config = flattened(SPECULATORS, written) if is_speculators(written) else written
     subject = Subject(
-        folder, target, config, raw, raw_fault, tensors, read_record(folder), None, None, store, deep, speculators
+        folder, target, written, config, raw, raw_fault, tensors, read_record(folder), None, None, store, deep
     )
     # Taps and RoPE have checks of their own; here they only have to stand for something.
-    taps = subject.trained_taps or _served_taps(config, target, speculators)
+    taps = subject.trained_taps or _served_taps(subject)
     bias = "fc.bias" in tensors
     try:
         with sensible("config.json", folder):
@@ -160,10 +165,10 @@ def examine(folder: Path, target: Target, *, store: Path | None, deep: bool) -> 
     return replace(subject, spec=spec)
 
 
-def _served_taps(config: Mapping[str, Any], target: Target, speculators: bool) -> tuple[int, ...]:
-    found = look_up(config, TOP_IDS if speculators else NESTED_IDS)
+def _served_taps(subject: Subject) -> tuple[int, ...]:
+    found, target = look_up(subject.config, TOP_IDS if subject.speculators else NESTED_IDS), subject.target
     ids = found if isinstance(found, list) and found and all(type(item) is int for item in found) else None
-    if speculators:
+    if subject.speculators:
         return resolve_vllm("v1", ids, None, target.num_layers)
     return resolve_sglang(target.architecture, ids, target.num_layers)
 

@@ -18,6 +18,7 @@ from draftsmith.configs.errors import DraftsmithError, sensible
 from draftsmith.configs.files import atomic_folder, read_json, sweep_unfinished, write_json
 from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.canonical import O_BIAS, CanonicalDrafter
+from draftsmith.convert.dialects import is_speculators
 from draftsmith.convert.foreign import ReadOptions
 from draftsmith.convert.layer_ids import engine_lines
 from draftsmith.convert.layouts import LAYOUTS, Layout
@@ -151,7 +152,7 @@ def _config_changes(origin: Path, config: Mapping[str, Any]) -> list[str]:
     if not file.is_file():
         return []
     found = read_json(file, what="config.json")
-    if ("transformer_layer_config" in found) != ("transformer_layer_config" in config):
+    if is_speculators(found) != is_speculators(config):
         return ["config.json is written anew: the forms have other fields"]
     return [f"config.json mended: {line}" for line in config_differences(found, config)]
 

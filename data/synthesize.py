@@ -75,7 +75,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
             if (
                 summary.get("complete")
                 and summary.get("prompts") == digest
-                and summary.get("cut_is", "keep") == _cut_is(config)
+                and summary.get("cut_is", "keep") == config.synthesize.cut
             ):
                 closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
                 return path
@@ -100,7 +100,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
     write_json(
         summary_path,
         {
-            "settings": settings, "prompts": digest, "complete": True, "cut_is": _cut_is(config), **facts,
+            "settings": settings, "prompts": digest, "complete": True, "cut_is": config.synthesize.cut, **facts,
             "tool_version": __version__,
         },
     )  # fmt: skip
@@ -308,10 +308,6 @@ class _Pace:
         self._tokens += sum(conversation.generated_tokens for conversation in finished)
         rate = self._tokens / (time.monotonic() - self._started)
         self._progress.advance(len(self._log.recorded) - before, note=f"{rate:,.0f} tokens/s")
-
-
-def _cut_is(config: RunConfig) -> str:
-    return config.synthesize.cut
 
 
 def _say(config: RunConfig, split: Split, facts: dict[str, Any], rejects: Rejects) -> None:

@@ -2,7 +2,6 @@
 
 version.py       what is delivered: files, hashes, manifest
 destination.py   what every kind of storage can do, and which kind an address means
-serving.py       the lines that serve it
 local.py         a folder, local or mounted
 objects.py       s3:// and the other kinds that fsspec reaches
 hub.py           hf://, a repository of the Hugging Face Hub

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.configs.console import console, meter, warn
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.target import Target
+from draftsmith.configs.target import INDEX, Target
 from draftsmith.convert.delivery.faults import AGAIN, storage_faults
-from draftsmith.convert.delivery.serving import HERE, serving_line
 from draftsmith.convert.delivery.version import CARD, MANIFEST, Version, changed, other_files
-from draftsmith.convert.source import INDEX
+from draftsmith.convert.launch import HERE, serving_line
 from draftsmith.convert.write import WORTH_SHOWING
 
 if TYPE_CHECKING:

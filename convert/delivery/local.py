@@ -28,8 +28,8 @@ from draftsmith.configs.files import (
     write_json,
 )
 from draftsmith.configs.target import Target
-from draftsmith.convert.delivery.serving import serving_line
 from draftsmith.convert.delivery.version import CARD, LATEST, MANIFEST, Version, changed, other_files
+from draftsmith.convert.launch import serving_line
 from draftsmith.convert.write import WORTH_SHOWING
 
 BLOCK = 1 << 24

@@ -22,8 +22,8 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import STALE_SECONDS
 from draftsmith.configs.target import Target
 from draftsmith.convert.delivery.driver import Store, open_store
-from draftsmith.convert.delivery.serving import HERE, serving_line
 from draftsmith.convert.delivery.version import CARD, LATEST, MANIFEST, Version, other_files
+from draftsmith.convert.launch import HERE, serving_line
 from draftsmith.convert.write import WORTH_SHOWING
 
 CLAIMS = ".exporting"

@@ -14,8 +14,8 @@ from typing import Any
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK, sha256_file, sha256_json
+from draftsmith.configs.target import INDEX
 from draftsmith.convert.record import RECORD
-from draftsmith.convert.source import INDEX
 
 SCHEMA = 1
 MANIFEST = "manifest.json"

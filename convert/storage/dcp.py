@@ -44,12 +44,12 @@ class _Blocks:
             return
         for row in itertools.product(*(range(length) for length in self.shape[:-1])):
             for chunk in chunks:
-                inner = [place - start for place, start in zip(row, chunk.offsets, strict=False)]
-                if all(0 <= place < size for place, size in zip(inner, chunk.sizes, strict=False)):
+                *heights, width = chunk.sizes
+                inner = [place - start for place, start in zip(row, chunk.offsets[:-1], strict=True)]
+                if all(0 <= place < size for place, size in zip(inner, heights, strict=True)):
                     start = 0
-                    for place, size in zip(inner, chunk.sizes, strict=False):
+                    for place, size in zip(inner, heights, strict=True):
                         start = start * size + place
-                    width = chunk.sizes[-1]
                     yield Run(chunk.run.file, chunk.run.offset + start * width * self.itemsize, width)
 
 

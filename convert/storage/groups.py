@@ -11,6 +11,7 @@ from typing import Any
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK
+from draftsmith.configs.target import INDEX
 from draftsmith.convert.storage.dcp import METADATA, read_dcp
 from draftsmith.convert.storage.index import check_index, counted_sets, read_index
 from draftsmith.convert.storage.names import NESTED, Named, drafter_names, has_marks, only_placeholders
@@ -19,7 +20,6 @@ from draftsmith.convert.storage.torch_file import read_torch_file
 from draftsmith.convert.storage.zero import STATE_FILES, read_zero, tag_folder
 from draftsmith.convert.tensors import file_tensors
 
-INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt")
 SUBFOLDERS = ("model", "pytorch_model*")

@@ -7,31 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import read_json
-
-MEND = "fetch the folder again, or delete an index that belongs to other files"
+from draftsmith.configs.target import INDEX_MEND, read_weight_map
 
 COUNTED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.\w+)")
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, as an index says.
+    """Tensor name -> file name, as the index of a whole set of weights says.
 
     Raises:
         DraftsmithError: no usable map, or a file outside the folder or absent.
     """
-    weight_map = read_json(index, what="the weight index").get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise DraftsmithError("the weight index has no usable weight_map", where=index, mend=MEND)
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise DraftsmithError(
-                "the weight index names a file outside its folder", where=index, found=name, expected="a bare file name"
-            )
+    weight_map = read_weight_map(index)
     absent = sorted(name for name in set(weight_map.values()) if not (index.parent / name).is_file())
     if absent:
         raise DraftsmithError(
-            "the weight index names files that are not there", where=index, found=", ".join(absent), mend=MEND
+            "the weight index names files that are not there", where=index, found=", ".join(absent), mend=INDEX_MEND
         )
     return weight_map
 
@@ -43,7 +34,7 @@ def check_index(index: Path, weight_map: dict[str, str], held: Iterable[tuple[st
     lines += [f"in {file} but not named: {name}" for name, file in sorted(pairs - set(weight_map.items()))]
     if lines:
         raise DraftsmithError(
-            "the weight index and the files disagree:\n  " + "\n  ".join(lines), where=index, mend=MEND
+            "the weight index and the files disagree:\n  " + "\n  ".join(lines), where=index, mend=INDEX_MEND
         )
 
 

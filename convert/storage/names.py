@@ -73,9 +73,9 @@ def drafter_names(raw: Named, where: Path | str) -> tuple[Named, list[str]]:
     kept = [(name, tensor) for name, tensor in raw if name.split(".")[0] not in TRAINING_STATE]
     if len(kept) < len(raw):
         notes.append(f"passed over {len(raw) - len(kept):,} tensors of the optimizer and the run")
-    wrapped = [(name, tensor) for name, tensor in kept if set(name.split(".")[:-1]) & set(DRAFTER_WRAPPERS)]
+    wrapped = [(name, tensor) for name, tensor in kept if _is_wrapped(name)]
     if wrapped and len(wrapped) < len(kept):
-        outside = [name for name, _ in kept if not set(name.split(".")[:-1]) & set(DRAFTER_WRAPPERS)]
+        outside = [name for name, _ in kept if not _is_wrapped(name)]
         strays = sorted(name for name in outside if bare_name(name).startswith((*MARKS, "d2t", "t2d")))
         if strays:
             raise DraftsmithError(
@@ -101,6 +101,10 @@ def drafter_names(raw: Named, where: Path | str) -> tuple[Named, list[str]]:
             mend="keep one of them",
         )
     return [(bare, pairs[0][1]) for bare, pairs in seen.items()], notes
+
+
+def _is_wrapped(name: str) -> bool:
+    return not set(name.split(".")[:-1]).isdisjoint(DRAFTER_WRAPPERS)
 
 
 def has_marks(named: Named) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
+from draftsmith.configs.target import ELEMENT_BYTES
+
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "int64": "I64",
@@ -20,10 +22,7 @@ DTYPES = {
 }  # fmt: skip
 """Name of a torch dtype -> name in a safetensors header."""
 
-BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "C64": 8, "C128": 16,
-}  # fmt: skip
+BYTES = ELEMENT_BYTES | {"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "C64": 8, "C128": 16}
 """Size of an element."""
 
 STORAGES = {

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from draftsmith.configs.errors import DraftsmithError
-from draftsmith.convert.tensors import PIECE, STORAGE, Array
+from draftsmith.convert.tensors import PIECE, Array, read_into, storage_type
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class RunTensor:
                 while done < run.count:
                     take = min(run.count - done, piece.size - filled)
                     target = piece[filled : filled + take]
-                    _read(files[run.file], run.offset + done * storage.itemsize, target, self.origin)
+                    read_into(target, files[run.file], run.offset + done * storage.itemsize, self.origin)
                     filled, done = filled + take, done + take
                     if filled == piece.size:
                         yield piece
@@ -81,19 +79,6 @@ class StridedTensor:
             yield np.array(np.lib.stride_tricks.as_strided(flat, self.shape, steps).flat[start : start + PIECE])
 
 
-def storage_type(dtype: str, origin: str) -> np.dtype[Any]:
-    """The array type of a dtype's pieces.
-
-    Raises:
-        DraftsmithError: a dtype that drafters do not come in.
-    """
-    if dtype not in STORAGE:
-        raise DraftsmithError(
-            "a tensor has a dtype that drafters do not come in", where=origin, found=dtype, expected=", ".join(STORAGE)
-        )
-    return STORAGE[dtype]
-
-
 def part(runs: Iterable[Run], start: int, count: int, itemsize: int) -> list[Run]:
     """The `count` elements from the `start`-th on of the row that `runs` form."""
     taken = []
@@ -105,12 +90,3 @@ def part(runs: Iterable[Run], start: int, count: int, itemsize: int) -> list[Run
         else:
             start -= min(start, run.count)
     return taken
-
-
-def _read(descriptor: int, offset: int, target: Array, origin: str) -> None:
-    view = target.view(np.uint8).data
-    while view:
-        got = os.preadv(descriptor, [view], offset)
-        if not got:
-            raise DraftsmithError("the file ends inside a tensor", where=origin, mend="fetch it again")
-        view, offset = view[got:], offset + got

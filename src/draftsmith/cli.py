@@ -190,7 +190,7 @@ def export(
         str, typer.Argument(help="a folder, s3://BUCKET/PREFIX or another fsspec URL, or hf://NAMESPACE/NAME[@BRANCH]")
     ],
     target: Annotated[
-        Path | None, typer.Option(help="the target's folder; default: the one that training recorded")
+        Path | None, typer.Option(help="the target's folder; default: the one that training or conversion recorded")
     ] = None,
     version: Annotated[str | None, typer.Option(help="name of this version; default: a hash of its content")] = None,
 ) -> None:

@@ -15,9 +15,6 @@ from draftsmith.convert.export import export
 from tests.convert.conftest import edit_config, listing
 from tests.convert.remote import SECRET, closed_port, s3_client, s3_objects, s3_server, start_s3
 
-pytest.importorskip("moto.server")
-pytest.importorskip("s3fs")
-
 FILES = {"config.json", "draftsmith.json", "model.safetensors", "README.md"}
 
 

@@ -181,7 +181,6 @@ def test_a_killed_export_leaves_no_version_or_a_whole_one(tmp_path, target):
 @pytest.mark.slow
 def test_a_killed_export_to_s3_leaves_no_version_or_a_whole_one(tmp_path, target):
     """A version is there when its manifest is; the weights travel in several parts."""
-    pytest.importorskip("moto.server")
     drafter = convert(make_large(tmp_path, target, 16384), target, tmp_path / "drafter", dtype="float32")
     whole = hashes(tmp_path / export(drafter, tmp_path / "whole", target, version="v1"))
     work = tmp_path / "work"
