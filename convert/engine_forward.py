@@ -13,7 +13,7 @@ from draftsmith.configs.target import Target
 from draftsmith.convert.canonical import EMBEDDING, CanonicalDrafter
 from draftsmith.convert.tensors import read_array, to_float32
 from draftsmith.train.attention import Segments
-from draftsmith.train.model import Cache, Drafter
+from draftsmith.train.model import Drafter
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ def compare(drafter: Drafter, golden: Mapping[str, Tensor]) -> list[Difference]:
     """
     count, taps = len(golden["features"]), len(drafter.spec.taps)
     ids, positions = golden["token_ids"], golden["positions"]
-    rows, cache = torch.arange(count), Cache()
-    segments = Segments([0, count], [0, count], rows + 1)
-    fed = drafter.fuse(golden["features"].view(count, taps, -1))
-    hidden, read = drafter.step(ids[:count], fed, positions[:count], rows, cache, segments)
+    features = golden["features"].view(count, taps, -1)
+    fed, cache = drafter.begin(features, ids, len(golden["logits"]))
+    segments = Segments.of([0, count], [0, count], torch.arange(count))
+    slots = torch.arange(len(ids))
+    hidden, read = drafter.step(slots[:count], fed, positions[:count], None, cache, segments)
     differences = _differences("prefill", drafter, read, hidden, golden["prefill_logits"], golden["prefill_hidden"])
     last = torch.tensor([count - 1])
     hidden = hidden[last]
-    cache.keep(last)
-    segments = Segments([0, count], [0, 1], torch.tensor([count]))
+    segments = Segments.of([0, count], [0, 1], last)
     for step in range(1, len(golden["logits"])):
         at = slice(count + step - 1, count + step)
-        hidden, read = drafter.step(ids[at], hidden, positions[at], None, cache, segments)
+        hidden, read = drafter.step(slots[at], hidden, positions[at], None, cache, segments)
         differences += _differences(
             f"recurrent step {step}", drafter, read, hidden, golden["logits"][step : step + 1], golden["hidden"][step : step + 1]
         )  # fmt: skip

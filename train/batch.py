@@ -48,50 +48,89 @@ class Window:
 
 @dataclass(frozen=True)
 class StepRows:
-    """What step i works on; n_i rows, a subset of the step before.
+    """What step i works on. All steps compute the same rows; those that a step does not supervise count for nothing.
 
     Attributes:
-        keep: int64 (n_i,), indices into the rows of the step before (of step 0: into the packed key rows).
-        ids: int64 (n_i,), tokens fed; at step 0 for every key row.
-        positions: int64, RoPE positions of the rows in `ids`.
+        slots: int64, all different, which of the batch's fed tokens a row reads: at step 0 for every key row, later
+            for every query.
+        positions: int64, RoPE positions of the same rows.
+        active: int64 (n_i,), which queries are supervised; at step 0 all of them are.
         labels: int64 (n_i,), target ids that a right draft must equal.
-        segments: for attention.
     """
 
-    keep: Tensor
-    ids: Tensor
+    slots: Tensor
     positions: Tensor
+    active: Tensor
     labels: Tensor
-    segments: Segments
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed windows: taps (M, K, H) of key rows, final (R, H) of all rows, the rows of each unroll step, and which row of
-    `final` teaches which of their drafts."""
+    """Packed windows.
+
+    Attributes:
+        taps: (M, K, H), of the key rows.
+        fed: int64 (slots,), the tokens that the steps feed: of each window, x from index 1 on.
+        final: (R, H), of all rows.
+        queries: int64 (Q,), the key rows from which chains start.
+        segments: of key rows and queries.
+        steps: the rows of each unroll step.
+        lessons: which row of `final` teaches which of their drafts.
+        table: embeddings of the batch's tokens, which `fed` then counts in; None: they are target ids.
+    """
 
     taps: Tensor
     final: Tensor
+    fed: Tensor
+    queries: Tensor
+    segments: Segments
     steps: list[StepRows]
     lessons: Lessons
+    table: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Copy every tensor to `device`."""
+        if self.taps.device == device:
+            return self
 
         def move(value: Tensor) -> Tensor:
             return value.to(device, non_blocking=True)
 
-        steps = [
-            StepRows(
-                move(step.keep), move(step.ids), move(step.positions), move(step.labels),
-                Segments(step.segments.key_bounds, step.segments.query_bounds, move(step.segments.visible)),
-            )
-            for step in self.steps
-        ]  # fmt: skip
-        lessons = Lessons(
-            move(self.lessons.order), move(self.lessons.taught), move(self.lessons.place), self.lessons.bounds
+        return Batch(
+            move(self.taps),
+            move(self.final),
+            move(self.fed),
+            move(self.queries),
+            self.segments.to(device),
+            [
+                StepRows(move(step.slots), move(step.positions), move(step.active), move(step.labels))
+                for step in self.steps
+            ],
+            self.lessons.to(device),
+            None if self.table is None else move(self.table),
         )
-        return Batch(move(self.taps), move(self.final), steps, lessons)
+
+    def pin(self) -> Batch:
+        """The same in page-locked memory, from which copies to a GPU overlap with its work."""
+        return Batch(
+            self.taps.pin_memory(),
+            self.final.pin_memory(),
+            self.fed.pin_memory(),
+            self.queries.pin_memory(),
+            Segments(
+                self.segments.key_bounds, self.segments.query_bounds,
+                self.segments.rows.pin_memory(), self.segments.bounds.pin_memory(),
+            ),
+            [
+                StepRows(s.slots.pin_memory(), s.positions.pin_memory(), s.active.pin_memory(), s.labels.pin_memory())
+                for s in self.steps
+            ],
+            Lessons(
+                self.lessons.order.pin_memory(), self.lessons.taught.pin_memory(), self.lessons.place.pin_memory(),
+                self.lessons.bounds,
+            ),
+            None if self.table is None else self.table.pin_memory(),
+        )  # fmt: skip
 
 
 def supervised(generated: np.ndarray, turn: np.ndarray, step: int, rule: MaskRule = "aligned") -> np.ndarray:
@@ -120,13 +159,16 @@ def turns(generated: np.ndarray) -> np.ndarray:
     return np.cumsum(changes)
 
 
-def pack(windows: list[Window], unroll_steps: int, rule: MaskRule = "aligned") -> Batch:
+def pack(
+    windows: list[Window], unroll_steps: int, rule: MaskRule = "aligned", embedding: Tensor | None = None
+) -> Batch:
     """Pack windows into a batch. Steps that supervise nothing are left out; a window that supervises nothing adds no row.
 
     Args:
         windows: at least one.
         unroll_steps: steps to prepare.
         rule: which positions are supervised.
+        embedding: (V, hidden) on the host: the batch then carries the rows that it needs.
     """
     chains = [
         [
@@ -139,21 +181,25 @@ def pack(windows: list[Window], unroll_steps: int, rule: MaskRule = "aligned") -
     key_counts = [int(rows[0][-1]) + 1 for _, rows in used]
     key_starts = np.concatenate([[0], np.cumsum(key_counts)]).astype(int)
     row_starts = np.concatenate([[0], np.cumsum([len(w.ids) for w, _ in used])]).astype(int)
+    query_starts = np.concatenate([[0], np.cumsum([len(rows[0]) for _, rows in used])]).astype(int)
+    queries = np.concatenate([rows[0] + key_starts[s] for s, (_, rows) in enumerate(used)])
+    slot_counts = [count + unroll_steps - 1 for count in key_counts]
+    slot_starts = np.concatenate([[0], np.cumsum(slot_counts)]).astype(int)
+    fed = torch.cat(
+        [
+            w.ids[np.minimum(np.arange(1, 1 + count), len(w.ids) - 1)]
+            for (w, _), count in zip(used, slot_counts, strict=True)
+        ]
+    ).long()
     steps, teachers = [], []
-    before: list[np.ndarray] = []
     for step in range(unroll_steps):
         now = [rows[step] for _, rows in used]
         if not sum(map(len, now)):
             break
-        if step == 0:
-            keep = [rows + key_starts[s] for s, rows in enumerate(now)]
-            ids = [w.ids[1 : key_counts[s] + 1] for s, (w, _) in enumerate(used)]
-            positions = [torch.arange(w.start, w.start + key_counts[s]) for s, (w, _) in enumerate(used)]
-        else:
-            offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in before])])
-            keep = [np.searchsorted(before[s], rows) + offsets[s] for s, rows in enumerate(now)]
-            ids = [w.ids[rows + 1 + step] for (w, _), rows in zip(used, now, strict=True)]
-            positions = [torch.from_numpy(rows + w.start + step) for (w, _), rows in zip(used, now, strict=True)]
+        starts = [np.arange(count) for count in key_counts] if step == 0 else [rows[0] for _, rows in used]
+        slots = [start + step + slot_starts[s] for s, start in enumerate(starts)]
+        positions = [start + w.start + step for (w, _), start in zip(used, starts, strict=True)]
+        active = [np.searchsorted(rows[0], rows[step]) + query_starts[s] for s, (_, rows) in enumerate(used)]
         teachers.append(
             torch.from_numpy(np.concatenate([rows + 1 + step + row_starts[s] for s, rows in enumerate(now)])).long()
         )
@@ -163,21 +209,23 @@ def pack(windows: list[Window], unroll_steps: int, rule: MaskRule = "aligned") -
         ]
         steps.append(
             StepRows(
-                keep=torch.from_numpy(np.concatenate(keep)).long(),
-                ids=torch.cat(ids).long(),
-                positions=torch.cat(positions).long(),
-                labels=torch.cat(labels).long(),
-                segments=Segments(
-                    key_bounds=key_starts.tolist(),
-                    query_bounds=np.concatenate([[0], np.cumsum([len(rows) for rows in now])]).astype(int).tolist(),
-                    visible=torch.from_numpy(np.concatenate(now) + 1).long(),
-                ),
+                torch.from_numpy(np.concatenate(slots)).long(),
+                torch.from_numpy(np.concatenate(positions)).long(),
+                torch.from_numpy(np.concatenate(active)).long(),
+                torch.cat(labels).long(),
             )
         )
-        before = now
+    table = None
+    if embedding is not None:
+        unique, fed = fed.unique(return_inverse=True)
+        table = embedding[unique]
     return Batch(
         taps=torch.cat([w.taps[: key_counts[s]] for s, (w, _) in enumerate(used)]),
         final=torch.cat([w.final for w, _ in used]),
+        fed=fed,
+        queries=torch.from_numpy(queries).long(),
+        segments=Segments.of(key_starts.tolist(), query_starts.tolist(), torch.from_numpy(queries).long()),
         steps=steps,
         lessons=arrange(teachers),
+        table=table,
     )

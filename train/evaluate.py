@@ -87,7 +87,7 @@ def draft_chains(drafter: Drafter, targets: Tensor, batch: Batch) -> list[Tensor
     """For each step of `batch`, bool (n_i,): the draft at that step is right, given right tokens before it."""
     right = []
     for rows, normed in unroll_steps(drafter, batch):
-        best = torch.cat([drafter.lm_head(part).argmax(-1) for part in normed.split(HEAD_ROWS)])
+        best = torch.cat([drafter.lm_head(part).argmax(-1) for part in normed[rows.active].split(HEAD_ROWS)])
         right.append(targets[best] == rows.labels)
     return right
 
@@ -188,23 +188,24 @@ def _collect(
     found: dict[int, Chains],
 ) -> None:
     """Split a batch's answers into conversations."""
-    first = batch.steps[0]
+    first, bounds = batch.steps[0], batch.segments.query_bounds
     alive = right[0]
     accepted = alive.long()
-    current = torch.arange(len(alive), device=alive.device)
     for step in range(1, len(right)):
-        current = current[batch.steps[step].keep]
-        alive = alive[batch.steps[step].keep] & right[step]
-        accepted[current] += alive.long()
-    starts = first.positions[first.keep].cpu().numpy()
+        active = batch.steps[step].active
+        chain = alive[active] & right[step]
+        alive = torch.zeros_like(alive).index_copy_(0, active, chain)
+        accepted += alive.long()
+    starts = first.positions[batch.queries].cpu().numpy()
     outside = (~inside[first.labels]).cpu().numpy()
     counts = accepted.cpu().numpy()
     hits = [r.cpu().numpy() for r in right]
+    owners = [step.active.cpu().numpy() for step in batch.steps]
     for place, ref in enumerate(group):
-        rows = slice(first.segments.query_bounds[place], first.segments.query_bounds[place + 1])
+        rows = slice(bounds[place], bounds[place + 1])
         hit, made = np.zeros(draft_steps, dtype=np.int64), np.zeros(draft_steps, dtype=np.int64)
-        for step, step_rows in enumerate(batch.steps):
-            own = slice(step_rows.segments.query_bounds[place], step_rows.segments.query_bounds[place + 1])
+        for step, owner in enumerate(owners):
+            own = slice(*np.searchsorted(owner, [rows.start, rows.stop]))
             hit[step], made[step] = hits[step][own].sum(), own.stop - own.start
         found[ref.conversation] = Chains(starts[rows], counts[rows], hit, made, int(outside[rows].sum()))
 

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.configs.drafter import DrafterSpec
+from draftsmith.train.layer import rotate
 from draftsmith.train.norm import RMSNorm
-from draftsmith.train.rope import Rotation, latent_growth
+from draftsmith.train.products import Bank
+from draftsmith.train.rope import Turned, latent_growth
 
 
 class LatentAttention(nn.Module):
     """Projections of the layer's attention, named as served; both first ones read the concatenation of 2 * hidden."""
 
     reads_input = ("q_a_proj", "kv_a_proj_with_mqa")
-    """The projections of that width."""
+    """The projections of width 2 * hidden."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -37,20 +39,23 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(self.latent, heads * (self.without + self.value_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.value_dim, spec.hidden_size, bias=False)
 
-    def queries(self, joined: Tensor, turn: Rotation) -> Tensor:
-        """joined (rows, 2 * hidden) -> (rows, heads, nope + rope), the latter part rotated."""
-        projected = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(joined)))
-        plain, rotated = projected.view(len(joined), self.heads, -1).split([self.without, self.turned], dim=-1)
-        return torch.cat([plain, turn(self._halves(rotated))], dim=-1)
-
-    def keys_values(self, joined: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-        """joined (rows, 2 * hidden) -> (rows, heads, nope + rope), the latter part rotated, (rows, heads, value_dim)."""
-        latent, shared = self.kv_a_proj_with_mqa(joined).split([self.latent, self.turned], dim=-1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).view(len(joined), self.heads, -1)
+    def project(
+        self, bank: Bank, first: tuple[Tensor, ...], asked: Turned, everywhere: Turned
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Attention.project`: queries and keys (.., heads, nope + rope), the latter part rotated, and values."""
+        narrow, latents = first
+        wide = bank.linear(self.q_b_proj, self.q_a_layernorm(narrow)).view(len(narrow), self.heads, -1)
+        plain, rotated = wide.split([self.without, self.turned], dim=-1)
+        query = torch.cat([plain, rotate(self._halves(rotated), *asked)], dim=-1)
+        latent, shared = latents.split([self.latent, self.turned], dim=-1)
+        expanded = bank.linear(self.kv_b_proj, self.kv_a_layernorm(latent.contiguous())).view(
+            len(latent), self.heads, -1
+        )
         plain, value = expanded.split([self.without, self.value_dim], dim=-1)
-        rotated = turn(self._halves(shared[:, None])).expand(-1, self.heads, -1)
-        return torch.cat([plain, rotated], dim=-1), value
+        rotated = rotate(self._halves(shared[:, None]), *everywhere).expand(-1, self.heads, -1)
+        return query, torch.cat([plain, rotated], dim=-1), value.contiguous()
 
     def _halves(self, states: Tensor) -> Tensor:
         """Bring neighbours that turn together half a head apart; reordering queries and keys alike changes no score."""
-        return torch.cat([states[..., 0::2], states[..., 1::2]], dim=-1) if self.interleave else states
+        halves = torch.cat([states[..., 0::2], states[..., 1::2]], dim=-1) if self.interleave else states
+        return halves.contiguous()

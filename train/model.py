@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draftsmith.configs.drafter import DrafterSpec
-from draftsmith.train.attention import Segments, unroll_attention
+from draftsmith.train.attention import Keys, Segments, unroll_attention
+from draftsmith.train.layer import Fed, first_products, mlp, rotate, select
 from draftsmith.train.mla import LatentAttention
 from draftsmith.train.norm import RMSNorm
-from draftsmith.train.rope import Rotation, inverse_frequencies, rotate
+from draftsmith.train.products import Bank
+from draftsmith.train.rope import Turned, angles, inverse_frequencies
 
 
 class Attention(nn.Module):
@@ -33,13 +34,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * spec.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, spec.hidden_size, bias=False)
 
-    def queries(self, joined: Tensor, turn: Rotation) -> Tensor:
-        """joined (rows, 2 * hidden) -> (rows, heads, head_dim), rotated."""
-        return turn(self._split(self.q_proj(joined)))
+    def project(
+        self, bank: Bank, first: tuple[Tensor, ...], asked: Turned, everywhere: Turned
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (queries, heads, head_dim) and keys, rotated, and values, both (rows, kv_heads, their size).
 
-    def keys_values(self, joined: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-        """joined (rows, 2 * hidden) -> two of (rows, kv_heads, head_dim), the keys rotated."""
-        return turn(self._split(self.k_proj(joined))), self._split(self.v_proj(joined))
+        Args:
+            bank: holds the weights.
+            first: products of the joined input with the modules named in `reads_input`, the first one's at the queries.
+            asked, everywhere: rotations of the queries and of all rows.
+        """
+        query, key, value = (self._split(part) for part in first)
+        return rotate(query, *asked), rotate(key, *everywhere), value
 
     def _split(self, projected: Tensor) -> Tensor:
         return projected.view(projected.shape[0], -1, self.head_dim)
@@ -53,9 +59,6 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
         self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -71,18 +74,10 @@ class DecoderLayer(nn.Module):
 
 
 class Cache:
-    """Keys and values of one unroll: step 0 of every row, then one row a query for each later step."""
+    """What one unroll holds: weights, what its tokens' embeddings bring, and keys and values of its steps."""
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.own_keys: list[Tensor] = []
-        self.own_values: list[Tensor] = []
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop the later steps' keys of queries that are not in `rows` (indices into the queries so far)."""
-        self.own_keys = [key[rows] for key in self.own_keys]
-        self.own_values = [value[rows] for value in self.own_values]
+    def __init__(self, bank: Bank, fed: Fed, steps: int) -> None:
+        self.bank, self.fed, self.keys = bank, fed, Keys(steps - 1)
 
 
 class Drafter(nn.Module):
@@ -112,50 +107,62 @@ class Drafter(nn.Module):
         frequencies, self.rope_factor = inverse_frequencies(spec)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def fuse(self, taps: Tensor) -> Tensor:
-        """h0: taps (rows, K, H) in ascending order of layer -> (rows, hidden)."""
+    def begin(
+        self, taps: Tensor, fed: Tensor, steps: int, table: Tensor | None = None, bank: Bank | None = None
+    ) -> tuple[Tensor, Cache]:
+        """h0 (rows, hidden), and what an unroll of `steps` steps holds.
+
+        Args:
+            taps: (rows, K, H) in ascending order of layer.
+            fed: int64 (slots,), all tokens that the steps will feed.
+            steps: most steps of the unroll.
+            table: embedding rows that `fed` counts in; None: the target's whole embedding.
+            bank: of the weights; None: products in the weights' own dtype.
+        """
+        bank = bank or Bank()
+        taps = taps.to(bank.dtype or self.fc.weight.dtype)
         if self.spec.fc_norm:
-            taps = torch.stack([norm(taps[:, index]) for index, norm in enumerate(self.fc_norm)], dim=1)
+            taps = torch.stack([norm(taps[:, index].contiguous()) for index, norm in enumerate(self.fc_norm)], dim=1)
         joined = taps.flatten(1)
-        return self.fc(self.input_norm(joined) if self.spec.norm_before_fc else joined)
+        hidden = bank.linear(self.fc, self.input_norm(joined) if self.spec.norm_before_fc else joined)
+        attention, weight = self.midlayer.self_attn, self.midlayer.input_layernorm.weight
+        modules = [getattr(attention, name) for name in attention.reads_input]
+        table = self.embedding if table is None else table
+        return hidden, Cache(bank, Fed(bank, modules, weight, self.spec.rms_norm_eps, table, fed, hidden.dtype), steps)
 
     def step(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, queries: Tensor | None, cache: Cache, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+        self, slots: Tensor, hidden: Tensor, positions: Tensor, queries: Tensor | None, cache: Cache, segments: Segments,
+        *, recompute: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One draft step.
 
         Args:
-            ids: int64 (rows,), the token fed at each row.
+            slots: int64 (rows,), all different: which of the fed tokens each row reads.
             hidden: (rows, hidden), h fed at each row.
             positions: int64 (rows,), RoPE positions.
-            queries: at step 0, which rows draft (the others only lend their keys); at later steps None: all rows do.
-            cache: filled at step 0, grown by one own key a query at later steps.
+            queries: at step 0, which rows draft (None: all; the others only lend their keys); later None.
+            cache: of this unroll.
             segments: of the keys of step 0 and of the queries.
+            recompute: keep less for the backward pass and compute gate and up again there.
 
         Returns:
             The next step's h (queries, hidden), and the post-norm hidden state that the draft head reads.
         """
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        embedded = F.embedding(ids, self.embedding).to(hidden.dtype)
-        normed = layer.hidden_norm(hidden)
-        joined = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
-        hidden = normed if self.spec.norm_before_residual else hidden
-        key, value = attention.keys_values(joined, self._rotation(positions))
-        if cache.keys is None or cache.values is None:
-            cache.keys, cache.values = key, value
-        else:
-            cache.own_keys.append(key)
-            cache.own_values.append(value)
-        if queries is not None:
-            joined, hidden, positions = joined[queries], hidden[queries], positions[queries]
-        query = attention.queries(joined, self._rotation(positions))
-        mixed = unroll_attention(
-            query, cache.keys, cache.values, cache.own_keys, cache.own_values, segments, attention.scale
-        )
-        attended = hidden + attention.o_proj(mixed.flatten(1))
-        after = attended + layer.mlp(layer.post_attention_layernorm(attended))
+        layer, attention, eps = self.midlayer, self.midlayer.self_attn, self.spec.rms_norm_eps
+        first = first_products(cache.fed, hidden, layer.hidden_norm.weight, slots, queries, eps)
+        everywhere = angles(positions, self.frequencies, self.rope_factor)
+        asked = everywhere if queries is None else (everywhere[0][queries], everywhere[1][queries])
+        query, key, value = attention.project(cache.bank, first, asked, everywhere)
+        cache.keys.add(key, value)
+        residual = hidden if queries is None else select(hidden, queries)
+        if self.spec.norm_before_residual:
+            residual = layer.hidden_norm(residual)
+        mixed = unroll_attention(query, cache.keys, segments, attention.scale)
+        attended = cache.bank.linear(attention.o_proj, mixed.flatten(1), residual)
+        net = layer.mlp
+        after = mlp(
+            cache.bank, attended, layer.post_attention_layernorm.weight, eps, net.gate_proj, net.up_proj, net.down_proj,
+            recompute=recompute,
+        )  # fmt: skip
         final = self.norm(after)
         return (final if self.spec.norm_output else after), final
-
-    def _rotation(self, positions: Tensor) -> Rotation:
-        return lambda states: rotate(states, positions, self.frequencies, self.rope_factor)

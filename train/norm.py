@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from draftsmith.train.layer import rms_norm
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in the input's dtype."""
@@ -15,6 +17,5 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight.float()).to(x.dtype)
+        """(rows, size) -> (rows, size)."""
+        return rms_norm(x, self.weight, self.eps)

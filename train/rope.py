@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch import Tensor
 from draftsmith.configs.drafter import DrafterSpec, RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 
-Rotation = Callable[[Tensor], Tensor]
-"""Turns (rows, heads, head_dim) by the rows' positions."""
+Turned = tuple[Tensor, Tensor]
+"""Cosines and sines of rows' positions, as `angles` makes them."""
 
 
 def inverse_frequencies(spec: DrafterSpec) -> tuple[Tensor, float]:
@@ -63,12 +62,7 @@ def _growth(rope: RopeSpec, key: str, default: float) -> float:
     return 0.1 * float(rope.scaling.get(key, default)) * math.log(factor) + 1.0
 
 
-def rotate(states: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
-    """Turn `states` (rows, heads, head_dim) by `positions` (rows,): halves paired, as Llama does.
-
-    Angles, cosines and the turn itself are float32; the result has the dtype of `states`.
-    """
-    angles = positions.to(torch.float32)[:, None] * frequencies[None, :]
-    cos, sin = (angles.cos() * factor)[:, None], (angles.sin() * factor)[:, None]
-    first, second = states.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(states.dtype)
+def angles(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 (rows, head_dim / 2) each, of int64 positions (rows,), times `factor`."""
+    turned = positions.to(torch.float32)[:, None] * frequencies[None, :]
+    return turned.cos() * factor, turned.sin() * factor

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.train.batch import Batch, StepRows
-from draftsmith.train.loss import soft_cross_entropy
-from draftsmith.train.model import Cache, Drafter
+from draftsmith.train.loss import Objective, lesson
+from draftsmith.train.model import Drafter
+from draftsmith.train.products import Bank
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,15 @@ class StepResult:
     outside: Tensor
 
 
-def unroll_steps(drafter: Drafter, batch: Batch) -> Iterator[tuple[StepRows, Tensor]]:
-    """For each step of `batch`: its rows, and what the draft head reads there (n_i, hidden)."""
-    hidden, cache = drafter.fuse(batch.taps.to(drafter.fc.weight.dtype)), Cache()
+def unroll_steps(
+    drafter: Drafter, batch: Batch, bank: Bank | None = None, *, recompute: bool = False
+) -> Iterator[tuple[StepRows, Tensor]]:
+    """For each step of `batch`: its rows, and what the draft head reads at every query (queries, hidden)."""
+    hidden, cache = drafter.begin(batch.taps, batch.fed, len(batch.steps), batch.table, bank)
+    queries = None if batch.segments.dense else batch.queries
     for index, rows in enumerate(batch.steps):
-        if index:
-            hidden = hidden[rows.keep]
-            cache.keep(rows.keep)
         hidden, normed = drafter.step(
-            rows.ids, hidden, rows.positions, None if index else rows.keep, cache, rows.segments
+            rows.slots, hidden, rows.positions, None if index else queries, cache, batch.segments, recompute=recompute
         )
         yield rows, normed
 
@@ -52,6 +53,9 @@ class Unroll(nn.Module):
         targets: int64 (D,), target id of each draft id (arange + d2t).
         keep_outside: give positions whose label is outside the draft vocabulary a gradient too (the teacher is
             the target's distribution renormalised over the draft vocabulary).
+        objective: the loss.
+        float8: make the layer's and the head's products in float8.
+        recompute: compute gate and up again in the backward pass instead of keeping them.
     """
 
     targets: Tensor
@@ -59,45 +63,63 @@ class Unroll(nn.Module):
     inside: Tensor
 
     def __init__(
-        self, drafter: Drafter, teacher_weight: Tensor, targets: Tensor, *, keep_outside: bool = False
+        self,
+        drafter: Drafter,
+        teacher_weight: Tensor,
+        targets: Tensor,
+        *,
+        keep_outside: bool = False,
+        objective: Objective | None = None,
+        float8: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.drafter = drafter
-        self.keep_outside = keep_outside
+        self.keep_outside, self.objective = keep_outside, objective or Objective()
+        self.float8, self.recompute = float8, recompute
         self.register_buffer("teacher_weight", teacher_weight, persistent=False)
         self.register_buffer("targets", targets, persistent=False)
-        inside = torch.zeros(drafter.spec.vocab_size, dtype=torch.bool)
+        inside = torch.zeros(drafter.spec.vocab_size, dtype=torch.bool, device=targets.device)
         inside[targets] = True
         self.register_buffer("inside", inside, persistent=False)
 
     def forward(self, batch: Batch, coefficients: list[float]) -> tuple[Tensor, list[StepResult]]:
-        """Sum over steps of coefficients[i] * (sum of step i's soft cross-entropy), and a StepResult a step.
+        """Sum over steps of coefficients[i] * (sum of step i's loss), and a StepResult a step.
 
         With coefficients decay^i / (global supervised positions of step i) the sum over all processes is the loss.
+        Products are made in the dtype that autocast asks for, else in the weights' own.
         """
-        states, weights, outsides = [], [], []
-        for index, (rows, normed) in enumerate(unroll_steps(self.drafter, batch)):
-            outside = ~self.inside[rows.labels]
-            weight = torch.ones_like(outside) if self.keep_outside else ~outside
-            states.append(normed)
-            weights.append(weight * coefficients[index])
-            outsides.append((outside, weight))
-        total, losses, best = soft_cross_entropy(
-            torch.cat(states),
-            self.drafter.lm_head.weight,
+        device = batch.taps.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.drafter.fc.weight.dtype
+        with torch.autocast(device, enabled=False):
+            return self._unrolled(batch, coefficients, Bank(dtype, float8=self.float8))
+
+    def _unrolled(self, batch: Batch, coefficients: list[float], bank: Bank) -> tuple[Tensor, list[StepResult]]:
+        states = [normed for _, normed in unroll_steps(self.drafter, batch, bank, recompute=self.recompute)]
+        outsides = [~self.inside[rows.labels] for rows in batch.steps]
+        weights = [torch.ones_like(outside) if self.keep_outside else ~outside for outside in outsides]
+        head = self.drafter.lm_head
+        total, losses, best = lesson(
+            bank[head],
             batch.final,
             batch.lessons,
-            self.teacher_weight,
-            torch.cat(weights),
+            self.teacher_weight if bank.dtype is None else self.teacher_weight.to(bank.dtype),
+            torch.cat([weight * coefficient for weight, coefficient in zip(weights, coefficients, strict=False)]),
+            self.objective,
+            [rows.active for rows in batch.steps],
+            states,
+            learn=head.weight.requires_grad and torch.is_grad_enabled(),
         )
         results: list[StepResult] = []
-        sizes = [len(state) for state in states]
-        for rows, loss, choice, (outside, weight) in zip(
-            batch.steps, losses.split(sizes), best.split(sizes), outsides, strict=True
+        reached = torch.zeros(len(batch.queries), dtype=torch.bool, device=total.device)
+        sizes = [len(rows.active) for rows in batch.steps]
+        for index, (rows, loss, choice) in enumerate(
+            zip(batch.steps, losses.split(sizes), best.split(sizes), strict=True)
         ):
             right = self.targets[choice] == rows.labels
-            chain = right & results[-1].chain[rows.keep] if results else right
-            results.append(StepResult((loss * weight).sum(), right, chain, outside))
+            chain = right & reached[rows.active] if index else right
+            reached = torch.zeros_like(reached).index_copy_(0, rows.active, chain)
+            results.append(StepResult((loss * weights[index]).sum(), right, chain, outsides[index]))
         return total, results
 
 

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from draftsmith.configs.drafter import MLA, DrafterSpec, MlaSpec, RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.train.attention import Segments
-from draftsmith.train.model import Cache, Drafter
+from draftsmith.train.model import Drafter
 
 HIDDEN, HEADS, STEPS, EPS = (
     16,
@@ -107,13 +107,14 @@ def unroll(drafter, conversations):
     """All conversations in one pack: logits of every step, in the order of the rows."""
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
     local = torch.cat([torch.arange(length) for length in LENGTHS])
-    segments, cache = Segments(bounds, bounds, local + 1), Cache()
-    hidden = drafter.fuse(torch.cat([taps for _, taps in conversations]))
+    segments = Segments.of(bounds, bounds, torch.arange(bounds[-1]))
+    fed = torch.cat([ids for ids, _ in conversations])
+    starts = torch.tensor([0, *(length + STEPS for length in LENGTHS)]).cumsum(0)[:-1]
+    slots = local + torch.repeat_interleave(starts, torch.tensor(LENGTHS))
+    hidden, cache = drafter.begin(torch.cat([taps for _, taps in conversations]), fed, STEPS)
     outputs = []
     for step in range(STEPS):
-        fed = torch.cat([ids[step : step + length] for (ids, _), length in zip(conversations, LENGTHS, strict=True)])
-        queries = None if step else torch.arange(len(local))
-        hidden, normed = drafter.step(fed, hidden, local + step, queries, cache, segments)
+        hidden, normed = drafter.step(slots + step, hidden, local + step, None, cache, segments)
         outputs.append(drafter.lm_head(normed))
     return outputs
 

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.configs.drafter import DrafterSpec, RopeSpec
 from draftsmith.train.batch import Window, pack, supervised, turns
-from draftsmith.train.model import Cache, Drafter
+from draftsmith.train.model import Drafter
 from draftsmith.train.unroll import Unroll, loss_coefficients
 
 _spec = importlib.util.spec_from_file_location("naive", Path(__file__).parent / "naive.py")
@@ -94,16 +94,14 @@ def test_hidden_states_and_logits_equal_the_token_by_token_replay(setup):
                 for i, state in enumerate(oracle.chain(c["ids"], taps, t, STEPS)):
                     if naive.naive_supervised(c["generated"], i)[t]:
                         expected[i].append(state)
-    hidden, cache = drafter.fuse(batch.taps), Cache()
+    hidden, cache = drafter.begin(batch.taps, batch.fed, STEPS)
     for i, rows in enumerate(batch.steps):
-        if i:
-            hidden = hidden[rows.keep]
-            cache.keep(rows.keep)
-        hidden, normed = drafter.step(rows.ids, hidden, rows.positions, None if i else rows.keep, cache, rows.segments)
+        queries = None if i else batch.queries
+        hidden, normed = drafter.step(rows.slots, hidden, rows.positions, queries, cache, batch.segments)
         want_hidden = torch.stack([h for h, _ in expected[i]])
         want_logits = torch.stack([logits for _, logits in expected[i]])
-        torch.testing.assert_close(hidden.double(), want_hidden, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(drafter.lm_head(normed).double(), want_logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(hidden[rows.active].double(), want_hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(drafter.lm_head(normed[rows.active]).double(), want_logits, rtol=1e-5, atol=1e-5)
     assert len(batch.steps) == STEPS
 
 
@@ -151,10 +149,9 @@ def test_a_neighbour_in_the_pack_changes_nothing(setup):
         for neighbour in (second, other):
             batch = pack([make_window(first), make_window(neighbour)], STEPS)
             rows = batch.steps[0]
+            hidden, cache = drafter.begin(batch.taps, batch.fed, STEPS)
             states.append(
-                drafter.step(rows.ids, drafter.fuse(batch.taps), rows.positions, rows.keep, Cache(), rows.segments)[0][
-                    :count
-                ]
+                drafter.step(rows.slots, hidden, rows.positions, batch.queries, cache, batch.segments)[0][:count]
             )
         assert torch.equal(*states)
         together = [s.loss.item() for s in unroll(pack([make_window(first), make_window(second)], STEPS), ONES)[1]]
@@ -170,9 +167,10 @@ def test_a_windows_labels_reach_past_its_cut(setup):
     cut = pack([make_window(conversation, 0, 7), make_window(conversation, 7, 18)], STEPS)
     for i in range(STEPS):
         assert whole.steps[i].labels.tolist() == cut.steps[i].labels.tolist()
-        rows = whole.steps[0].keep if i == 0 else slice(None)
-        cut_rows = cut.steps[0].keep if i == 0 else slice(None)
-        assert whole.steps[i].positions[rows].tolist() == cut.steps[i].positions[cut_rows].tolist()
+        places = [
+            b.steps[i].positions[b.queries if i == 0 else slice(None)][b.steps[i].active].tolist() for b in (whole, cut)
+        ]
+        assert places[0] == places[1]
 
 
 def test_labels_outside_the_draft_vocabulary_have_no_gradient_and_count_as_misses(setup):
