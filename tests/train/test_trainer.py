@@ -23,8 +23,9 @@ from draftsmith.convert.write import convert
 from draftsmith.data.store import HarvestReader
 from draftsmith.data.store_writer import StoreWriter
 from draftsmith.train import checkpoint as saving
-from draftsmith.train.checkpoint import read_metrics
-from draftsmith.train.trainer import learning_rate, train
+from draftsmith.train.metrics import CLOCKED, read_metrics
+from draftsmith.train.step import learning_rate
+from draftsmith.train.trainer import train
 
 
 def store_of(config, split, conversations, provenance_from):
@@ -81,7 +82,7 @@ def test_training_reduces_the_loss_and_keeps_the_best_checkpoint(copy):
     }
     assert best.name == marked["checkpoint"] and marked["accept_length"] == max(heldout.values())
     assert len(saving.checkpoints(config.training)) <= config.train.keep_checkpoints + 1
-    assert (config.training / "curves.png").stat().st_size > 10_000
+    assert (config.training / "report.png").stat().st_size > 10_000
     spec, tensors, provenance = saving.read_drafter(best)
     assert {k: tuple(v.shape) for k, v in tensors.items()} == spec.trainable_shapes() | spec.map_shapes()
     assert provenance["target"] == read_target(config.target.path).fingerprint() and provenance["mask"] == "aligned"
@@ -98,8 +99,9 @@ def launch(file, *extra):
 
 def curve(config):
     """Everything of metrics.jsonl that does not depend on the clock."""
-    timed = ("tokens_per_second", "waiting")
-    return [{k: v for k, v in row.items() if k not in timed} for row in read_metrics(config.training / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if k not in CLOCKED} for row in read_metrics(config.training / "metrics.jsonl")
+    ]
 
 
 def newest(config):
