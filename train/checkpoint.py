@@ -103,7 +103,10 @@ def resume_point(folder: Path, run: dict[str, Any]) -> tuple[int, Path | None]:
             "the checkpoint has another format", where=newest, found=described.get("schema"), expected=SCHEMA, mend=away
         )
     files, theirs, step = described.get("files"), described.get("run"), described.get("step")
-    if not (isinstance(files, dict) and isinstance(theirs, dict) and isinstance(step, int)) or newest.name != f"{PREFIX}{step:08d}":
+    if (
+        not (isinstance(files, dict) and isinstance(theirs, dict) and isinstance(step, int))
+        or newest.name != f"{PREFIX}{step:08d}"
+    ):
         raise DraftsmithError(f"{DESCRIPTION} of a checkpoint is damaged", where=newest / DESCRIPTION, mend=away)
     for name, size in files.items():
         file = newest / name

@@ -48,6 +48,7 @@ def make_accelerator(settings: TrainSection) -> Accelerator:
             "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants a batch size; ours is one packed batch a process
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": settings.grad_clip,
+            "zero_force_ds_cpu_optimizer": False,  # offloaded, torch's AdamW computes the same as everywhere else
         }
     return accelerator
 

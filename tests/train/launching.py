@@ -18,15 +18,21 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFF
 """One thread: the deterministic mode."""
 
 
-def start(file, *overrides, back_end=None, processes=None, log=None):
+def start(file, *overrides, back_end=None, processes=None, launcher=(), log=None):
     """Start training; `back_end` names a file of configs/accelerate/, none is plain Python. Leads a process group."""
-    launcher = [sys.executable]
+    command = [sys.executable]
     if back_end is not None:
-        launcher += ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / f"configs/accelerate/{back_end}.yaml")]
-        launcher += ["--main_process_port", "0"] + (["--num_processes", str(processes)] if processes else [])
-    with (log.open("ab") if log else open(os.devnull, "wb")) as sink:  # noqa: PTH123
+        command += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(ROOT / f"configs/accelerate/{back_end}.yaml"),
+        ]
+        command += launcher or ["--main_process_port", "0"]
+        command += ["--num_processes", str(processes)] if processes else []
+    with log.open("ab") if log else open(os.devnull, "wb") as sink:  # noqa: PTH123
         return subprocess.Popen(
-            [*launcher, "-m", "draftsmith.train", "--config", str(file), *overrides],
+            [*command, "-m", "draftsmith.train", "--config", str(file), *overrides],
             cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -41,7 +47,9 @@ def run(file, *overrides, tmp_path, timeout=240, **how):
 
 def curve(config):
     """Everything of metrics.jsonl that does not depend on the clock."""
-    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_metrics(config.training / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if k not in CLOCKED} for row in read_metrics(config.training / "metrics.jsonl")
+    ]
 
 
 def losses(config):
