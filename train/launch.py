@@ -7,6 +7,7 @@ frequencies); accumulation and clipping come from the run's configuration, whate
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -90,8 +91,11 @@ def _no_compiled_communication() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+SIGNAL_AT_PARENTS_DEATH = 1
+"""PR_SET_PDEATHSIG."""
+
 PEER_LOST = (
-    "this process ends because another process of the run has died; its error, if it wrote one, stands further up, "
+    "this process ends because another process of the run has died, or its launcher; its error, if it wrote one, stands further up, "
     "and a process that was killed leaves none (out of memory?). The same command goes on from the last checkpoint."
 )
 
@@ -99,8 +103,11 @@ PEER_LOST = (
 def explain_termination() -> None:
     """On SIGTERM, which a launcher sends when one process of a run has died, say so and end at once.
 
-    A thread does it, since the main one may sit in a collective that never returns to Python.
+    A thread does it, since the main one may sit in a collective that never returns to Python. Linux sends the same
+    signal when a launcher is killed, whose processes would else train on and hold their devices.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGTERM)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
