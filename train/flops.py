@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from math import prod
 
+import numpy as np
 import torch
 
 from draftsmith.configs.drafter import DrafterSpec
-from draftsmith.train.batch import Batch
+from draftsmith.train.batch import MaskRule, Window, supervised
 
 DENSE_BF16 = {
     "B200": 2250e12, "B100": 1750e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
@@ -20,24 +22,34 @@ KEY_ROWS = ("k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """Projections that step 0 computes for every packed row and not for drafting rows only."""
 
 
-def step_flops(spec: DrafterSpec, batch: Batch) -> int:
-    """FLOPs of forward and backward over a batch on the host: two a multiplication, nothing for elementwise work.
+def step_flops(spec: DrafterSpec, windows: Sequence[Window], unroll_steps: int, rule: MaskRule = "aligned") -> int:
+    """FLOPs that one forward and backward pass over `windows` needs: two a multiplication, nothing for elementwise work.
 
     A matrix costs one forward product and two backward ones (fc's input needs no gradient), the teacher's head one.
+    Rows that a step does not supervise count for nothing, whether or not they are computed.
     """
-    keys = batch.taps.shape[0]
-    drafts = [len(step.keep) for step in batch.steps]
+    keys = first = later = taught = pairs = 0
+    for window in windows:
+        generated, turn = window.generated.numpy(), window.turn.numpy()
+        masks = [supervised(generated, turn, step, rule)[: window.stop - window.start] for step in range(unroll_steps)]
+        rows = [mask.nonzero()[0] for mask in masks]
+        if not len(rows[0]):
+            continue
+        keys += int(rows[0][-1]) + 1
+        first += len(rows[0])
+        later += sum(map(len, rows[1:]))
+        taught += len(np.unique(np.concatenate([row + step for step, row in enumerate(rows)])))
+        pairs += sum(int((row + 1).sum()) + step * len(row) for step, row in enumerate(rows))
     total = 0
     for name, shape in spec.trainable_shapes().items():
         if len(shape) != 2:
             continue
         part = name.split(".")[-2]
-        rows = keys if part == "fc" else keys + sum(drafts[1:]) if part in KEY_ROWS else sum(drafts)
-        total += 2 * prod(shape) * rows * (2 if part == "fc" else 3)
-    total += 2 * spec.draft_vocab_size * spec.target_hidden_size * len(batch.lessons.taught)
+        count = keys if part == "fc" else keys + later if part in KEY_ROWS else first + later
+        total += 2 * prod(shape) * count * (2 if part == "fc" else 3)
+    total += 2 * spec.draft_vocab_size * spec.target_hidden_size * taught
     mla = spec.mla
     width = 2 * spec.head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
-    pairs = sum(int(step.segments.visible.sum()) + index * len(step.keep) for index, step in enumerate(batch.steps))
     return total + 3 * 2 * spec.num_attention_heads * width * pairs
 
 

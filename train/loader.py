@@ -69,7 +69,7 @@ class Loader:
             for epoch in range(settings.epochs)
             for batch in epoch_batches(windows, settings.batch_tokens, settings.seed, epoch)
         ]
-        self.filler = self._pack([min(windows, key=lambda w: (w.tokens, w.conversation, w.start))])
+        self.filler, _ = self._pack([min(windows, key=lambda w: (w.tokens, w.conversation, w.start))])
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -108,20 +108,23 @@ class Loader:
         epoch, windows = self.plan[step]
         hands = deal(windows, self.processes * self.accumulation)
         mine = hands[self.rank * self.accumulation : (self.rank + 1) * self.accumulation]
-        batches = [self._pack(hand) if hand else None for hand in mine]
+        packed = [self._pack(hand) if hand else (None, 0) for hand in mine]
         return Share(
-            batches=batches,
+            batches=[batch for batch, _ in packed],
             filler=self.filler,
             counts=step_counts(windows, self.settings.unroll_steps),
             tokens=sum(window.tokens for window in windows),
-            flops=sum(step_flops(self.spec, batch) for batch in batches if batch is not None),
+            flops=sum(flops for _, flops in packed),
             epoch=epoch,
         )
 
-    def _pack(self, windows: list[WindowRef]) -> Batch:
-        steps = self.settings.unroll_steps
-        batch = pack([load_window(self.reader, window, steps) for window in windows], steps, self.settings.mask)
-        return each_tensor(batch, Tensor.pin_memory) if self.pin else batch
+    def _pack(self, refs: list[WindowRef]) -> tuple[Batch, int]:
+        """The packed batch and its counted work."""
+        steps, rule = self.settings.unroll_steps, self.settings.mask
+        windows = [load_window(self.reader, ref, steps) for ref in refs]
+        batch = pack(windows, steps, rule)
+        flops = step_flops(self.spec, windows, steps, rule)
+        return each_tensor(batch, Tensor.pin_memory) if self.pin else batch, flops
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

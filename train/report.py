@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftsmith.configs.files import read_json
 from draftsmith.configs.page import Page
 from draftsmith.configs.picture import picture
 from draftsmith.configs.schema import RunConfig
 from draftsmith.train.inputs import Inputs
 from draftsmith.train.metrics import read_metrics
+from draftsmith.train.shards import RECORD
 
 
 def write_report(config: RunConfig, inputs: Inputs, provenance: Mapping[str, Any], best: Path) -> Path:
@@ -54,7 +56,7 @@ def write_report(config: RunConfig, inputs: Inputs, provenance: Mapping[str, Any
                 for i in range(steps)
             ],
         )
-        page.section("Speed and data").table(["what", "value"], _facts(training), left=True)
+        page.section("Speed and data").table(["what", "value"], _data(inputs, folder) + _facts(training), left=True)
     page.section("Set-up").table(
         ["setting", "value"],
         [[f"train.{key}", value] for key, value in config.train.model_dump(mode="json").items()]
@@ -65,6 +67,14 @@ def write_report(config: RunConfig, inputs: Inputs, provenance: Mapping[str, Any
     file = folder / "report.html"
     page.write(file)
     return file
+
+
+def _data(inputs: Inputs, folder: Path) -> list[list[str]]:
+    damaged = read_json(folder / RECORD, what="the run's record of shards")["damaged"]
+    return [
+        ["data", f"{len(inputs.train):,} conversations, {sum(inputs.train.lengths):,} tokens"],
+        ["damaged shards left out", ", ".join(damaged) or "none"],
+    ]
 
 
 def _facts(rows: list[dict[str, Any]]) -> list[list[str]]:

@@ -24,16 +24,20 @@ def drafter_of(accelerator: Accelerator, model: Any) -> Drafter:
     return accelerator.unwrap_model(model).drafter
 
 
-def gather_weights(accelerator: Accelerator, model: Any) -> dict[str, Tensor]:
+def gather_weights(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Served name -> whole float32 tensor on the host; a collective call, empty on all processes but the first."""
-    return _gather(accelerator, model, _whole)
+    masters = _masters(optimizer)
+    return _gather(accelerator, model, lambda parameter: _whole(masters.get(parameter, parameter)))
 
 
 def gather_moments(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor]:
     """`exp_avg/NAME` and `exp_avg_sq/NAME` -> whole tensor on the host; as `gather_weights`."""
     found: dict[str, Tensor] = {}
+    masters = _masters(optimizer)
     for key in MOMENTS:
-        part = _gather(accelerator, model, lambda parameter, key=key: _moment(optimizer, parameter, key))
+        part = _gather(
+            accelerator, model, lambda parameter, key=key: _moment(optimizer, masters.get(parameter, parameter), key)
+        )
         found |= {f"{key}/{name}": tensor for name, tensor in part.items()}
     return found
 
@@ -41,19 +45,17 @@ def gather_moments(accelerator: Accelerator, model: Any, optimizer: Any) -> dict
 def restore_moments(
     accelerator: Accelerator, model: Any, optimizer: Any, moments: Mapping[str, Tensor], step: int
 ) -> None:
-    """Put gathered moments into a fresh optimiser that counts `step` steps; weights go in before `prepare`."""
+    """Put gathered moments into a fresh optimiser that counts `step` steps; weights go in before it is made."""
     parameters = dict(drafter_of(accelerator, model).named_parameters())
-    zero = getattr(optimizer.optimizer, "optimizer", None)  # ZeRO wraps the optimiser that was given
-    if zero is None:
-        base, holders = optimizer.optimizer, list(parameters.values())
+    masters = _masters(optimizer)
+    wrapper = optimizer.optimizer
+    base = getattr(wrapper, "optimizer", wrapper)  # ZeRO wraps the optimiser that was given
+    if base is wrapper:
+        holders = [masters.get(parameter, parameter) for parameter in parameters.values()]
+    elif hasattr(wrapper, "single_partition_of_fp32_groups"):
+        holders = list(wrapper.single_partition_of_fp32_groups)
     else:
-        wrapper = optimizer.optimizer
-        base = zero
-        holders = list(
-            wrapper.single_partition_of_fp32_groups
-            if hasattr(wrapper, "single_partition_of_fp32_groups")
-            else wrapper.fp32_partitioned_groups_flat
-        )
+        holders = list(wrapper.fp32_partitioned_groups_flat)
     for holder in holders:
         base.state[holder] = {
             "step": _step_count(base, holder, step),
@@ -67,7 +69,7 @@ def restore_moments(
             elif hasattr(parameter, "_hp_mapping"):
                 _set_zero2(wrapper, base, parameter, value, key)
             else:
-                base.state[parameter][key].copy_(value)
+                base.state[masters.get(parameter, parameter)][key].copy_(value)
 
 
 @contextmanager
@@ -82,6 +84,12 @@ def whole_drafter(accelerator: Accelerator, model: Any) -> Iterator[Drafter]:
         for parameter, own in zip(drafter.parameters(), copy.parameters(), strict=True):
             own.copy_(_whole(parameter))
     yield copy
+
+
+def _masters(optimizer: Any) -> dict[Any, Any]:
+    """Parameter -> its float32 master, for an optimiser that keeps `weights` in 16 bits and `masters` beside them."""
+    inner = optimizer.optimizer
+    return dict(zip(getattr(inner, "weights", ()), getattr(inner, "masters", ()), strict=True))
 
 
 def _gather(accelerator: Accelerator, model: Any, read: Any) -> dict[str, Tensor]:

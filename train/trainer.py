@@ -266,7 +266,7 @@ class _Run:
 
     def _save(self, done: int, evaluation: Evaluation | None) -> None:
         folder, accelerator = self.config.training, self.accelerator
-        tensors = gather_weights(accelerator, self.model)
+        tensors = gather_weights(accelerator, self.model, self.prepared)
         moments = gather_moments(accelerator, self.model, self.prepared)
         if accelerator.is_main_process:
             tensors |= {"d2t": self.inputs.vocab.d2t, "t2d": self.inputs.vocab.t2d}
