@@ -27,7 +27,9 @@ def drafter_of(accelerator: Accelerator, model: Any) -> Drafter:
 def gather_weights(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Served name -> whole float32 tensor on the host; a collective call, empty on all processes but the first."""
     masters = _masters(optimizer)
-    return _gather(accelerator, model, lambda parameter: _whole(masters.get(parameter, parameter)))
+    return _gather(
+        accelerator, model, lambda parameter: _whole(masters[parameter] if parameter in masters else parameter)
+    )
 
 
 def gather_moments(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -36,7 +38,7 @@ def gather_moments(accelerator: Accelerator, model: Any, optimizer: Any) -> dict
     masters = _masters(optimizer)
     for key in MOMENTS:
         part = _gather(
-            accelerator, model, lambda parameter, key=key: _moment(optimizer, masters.get(parameter, parameter), key)
+            accelerator, model, lambda own, key=key: _moment(optimizer, masters[own] if own in masters else own, key)
         )
         found |= {f"{key}/{name}": tensor for name, tensor in part.items()}
     return found

@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_other_processes_and_back_ends(copy, tmp_path):
         assert their_loss == pytest.approx(loss, rel=1e-4) and their_norm == pytest.approx(norm, rel=3e-3)
     theirs = final_tensors(config)
     for name, value in final_tensors(reference).items():
-        assert float((theirs[name] - value).float().norm()) <= 1e-4 * float(value.float().norm()), name
+        assert float((theirs[name].double() - value.double()).norm()) <= 1e-4 * float(value.double().norm()), name
 
 
 def test_two_runs_do_not_share_a_folder(copy, monkeypatch):
