@@ -166,8 +166,15 @@ class TrainSection(Section):
     layer_init: Literal["target", "random"] = Field(
         default="random", description="decoder layer: the target's last layer, or random"
     )
+    init_from: HomePath | None = Field(
+        default=None,
+        description="start from this drafter (any form that can be converted), with its dimensions and draft vocabulary",
+    )
     epochs: int = Field(default=10, gt=0)
     batch_tokens: int = Field(default=4096, gt=0, description="tokens of one optimiser step over all processes")
+    accumulation: int | None = Field(
+        default=None, gt=0, description="micro-batches of a step on each process; none: the launcher's, else 1"
+    )
     max_length: int = Field(
         default=2048, gt=1, description="conversations are cut into windows of at most this many tokens"
     )
@@ -182,6 +189,17 @@ class TrainSection(Section):
         description="of matrix products, weights staying float32; none: the launcher's, else bfloat16 on a GPU and float32 on a CPU",
     )
     seed: int = 0
+    prefetch: int = Field(default=2, gt=0, description="threads that read batches ahead, one step each")
+    check_shards: Literal["hash", "header"] = Field(
+        default="hash",
+        description="before the first step: read every shard and compare its hash (once a run), or its header only",
+    )
+    damaged_shards: Literal["stop", "skip"] = Field(
+        default="stop", description="a damaged shard stops the run, or is left out and named"
+    )
+    stop_above: float = Field(
+        default=3.0, gt=1.0, description="three logged losses in a row above this multiple of the lowest stop the run"
+    )
     save_every: int = Field(default=200, gt=0, description="optimiser steps between checkpoints")
     evaluate_every: int = Field(
         default=200, gt=0, description="optimiser steps between evaluations on held-out conversations"

@@ -12,7 +12,7 @@ T counts the tokens of all conversations of a shard; no padding is stored.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -145,14 +145,20 @@ def read_manifest(path: Path) -> StoreManifest:
 class HarvestReader:
     """A finished store, as a sequence of conversations; each access reads that conversation's rows only.
 
+    Args:
+        without: shard files to leave out, as if the manifest did not list them.
+
     Raises (when opened):
         DraftsmithError: unfinished store, a shard that is missing or has another size, or a tensor of a shard that is
             missing or has another dtype or shape than the manifest implies.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, without: Collection[str] = ()) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
+        if without:
+            kept = tuple(shard for shard in self.manifest.shards if shard.file not in without)
+            self.manifest = self.manifest.model_copy(update={"shards": kept})
         if not self.manifest.complete:
             raise DraftsmithError(
                 "the store is unfinished",

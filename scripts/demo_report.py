@@ -55,7 +55,7 @@ def main() -> None:
         ("output with and without the drafter", same),
         ("drafter, as engines load it", run / "drafter"),
         ("exported versions", run / "export"),
-        ("training curves", run / "train" / "curves.png"),
+        ("training curves", run / "train" / "report.png"),
         ("these figures", run / "result.json"),
     ]
     for label, value in places:

@@ -14,13 +14,22 @@ def main() -> None:
     """Parse the command line, train, and exit with status 2 on a fault of the inputs."""
     parser = argparse.ArgumentParser(prog="draftsmith.train", description=__doc__)
     parser.add_argument("--config", required=True, help="a YAML file or the name of a preset")
+    parser.add_argument("--init-from", help="start from this drafter, in any form that can be converted")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_args()
+    overrides = arguments.overrides + ([f"train.init_from={arguments.init_from}"] if arguments.init_from else [])
     try:
-        config = load_config(arguments.config, arguments.overrides)
+        config = load_config(arguments.config, overrides)
+        from draftsmith.train import launch
         from draftsmith.train.trainer import train
 
-        train(config)
+        launch.explain_termination()
+        try:
+            train(config)
+        except RuntimeError as error:
+            if launch.is_peer_lost(error):
+                launch.end(f"{error}\n{launch.PEER_LOST}", status=1)
+            raise
     except DraftsmithError as error:
         report_error(error)
         sys.exit(2)

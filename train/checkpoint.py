@@ -1,36 +1,37 @@
 """Training checkpoints: folders that appear whole or not at all, rotated, with the best kept.
 
 train/checkpoint-00000200/
-    drafter/model.safetensors   float32, served names, d2t and t2d; what `draftsmith convert` reads
-    drafter/drafter.json        DrafterSpec and provenance
-    state/                      accelerate's state: optimiser, masters, random numbers of every process
-    trainer.json                step, and the hash of everything that fixes the order and the maths of the run
-train/best.json                 names the checkpoint with the highest accept length on held-out conversations
+    drafter/model.safetensors        float32 master weights by served name, d2t and t2d; what `draftsmith convert` reads
+    drafter/drafter.json             DrafterSpec and provenance
+    state/moments.safetensors        AdamW's moments by parameter name, float32
+    trainer.json                     step, what the run is, and the size of every other file; written last
+train/best.json                      names the checkpoint with the highest accept length on held-out conversations
+
+Nothing in it depends on the number of processes or on the back end. There is no other state: the learning rate, the
+order of the data and the seeds of random numbers are functions of the step.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import TEMPORARY_MARK, fsync_path, read_json, remove_folder, write_json
+from draftsmith.configs.files import TEMPORARY_MARK, atomic_folder, read_json, remove_folder, write_json
 
 PREFIX = "checkpoint-"
-SCHEMA = 1
+SCHEMA = 2
+DESCRIPTION = "trainer.json"
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first. A folder without its final name was never finished and is not listed."""
-    return sorted(p for p in folder.glob(f"{PREFIX}[0-9]*") if (p / "trainer.json").is_file())
+    return sorted(p for p in folder.glob(f"{PREFIX}[0-9]*") if (p / DESCRIPTION).is_file())
 
 
 def best_checkpoint(folder: Path) -> Path:
@@ -42,7 +43,7 @@ def best_checkpoint(folder: Path) -> Path:
     best = folder / "best.json"
     if best.is_file():
         name = read_json(best, what="the mark of the best checkpoint").get("checkpoint")
-        if isinstance(name, str) and (folder / name / "trainer.json").is_file():
+        if isinstance(name, str) and (folder / name / DESCRIPTION).is_file():
             return folder / name
     found = checkpoints(folder)
     if not found:
@@ -51,89 +52,88 @@ def best_checkpoint(folder: Path) -> Path:
 
 
 def save_checkpoint(
-    accelerator: Accelerator,
     folder: Path,
     step: int,
     drafter_tensors: dict[str, Tensor],
+    moments: dict[str, Tensor],
     spec: DrafterSpec,
     provenance: dict[str, Any],
-    run_hash: str,
+    run: dict[str, Any],
 ) -> Path:
-    """Write one checkpoint from all processes; the rename at the end is made by the first process alone.
+    """Write one checkpoint; the first process alone calls this.
 
     Args:
-        drafter_tensors: served name -> tensor; needed on the first process only.
-        run_hash: what `load_state` compares.
+        drafter_tensors: served name -> tensor.
+        moments: as `gather_moments` gives them.
+        run: what `resume_point` compares.
     """
     final = folder / f"{PREFIX}{step:08d}"
-    temporary = folder / f".{final.name}{TEMPORARY_MARK}write"
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(temporary / "state"), safe_serialization=True)
-    if accelerator.is_main_process:
-        (temporary / "drafter").mkdir()
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter_tensors.items()}
-        save_file(tensors, temporary / "drafter" / "model.safetensors")
+    with atomic_folder(final, replace=True) as temporary:
+        for part in ("drafter", "state"):
+            (temporary / part).mkdir()
+        save_file(drafter_tensors, temporary / "drafter" / "model.safetensors")
         write_json(
             temporary / "drafter" / "drafter.json",
             {"schema": SCHEMA, "spec": spec.model_dump(mode="json"), "provenance": provenance | {"step": step}},
         )
-        write_json(
-            temporary / "trainer.json",
-            {"schema": SCHEMA, "step": step, "run": run_hash, "processes": accelerator.num_processes},
-        )
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        for entry in temporary.rglob("*"):
-            fsync_path(entry)
-        remove_folder(final)
-        temporary.rename(final)
-        fsync_path(folder)
-    accelerator.wait_for_everyone()
+        save_file(moments, temporary / "state" / "moments.safetensors")
+        files = {
+            str(file.relative_to(temporary)): file.stat().st_size
+            for file in sorted(temporary.rglob("*"))
+            if file.is_file()
+        }
+        write_json(temporary / DESCRIPTION, {"schema": SCHEMA, "step": step, "run": run, "files": files})
     return final
 
 
-def load_state(accelerator: Accelerator, folder: Path, run_hash: str) -> int:
-    """Restore the newest checkpoint of `folder` if there is one; returns the number of finished optimiser steps.
+def resume_point(folder: Path, run: dict[str, Any]) -> tuple[int, Path | None]:
+    """Number of finished optimiser steps and the newest checkpoint, (0, None) if there is none.
 
     Raises:
-        DraftsmithError: the checkpoint belongs to another run (configuration, data or draft vocabulary), or was
-            written by another number of processes in a way that cannot be restored.
+        DraftsmithError: the newest checkpoint lacks files or some are cut off, has another format, or belongs to
+            another run; the fields that differ are named.
     """
-    newest = max(checkpoints(folder), default=None)
-    step = int(newest.name.removeprefix(PREFIX)) if newest else 0
-    everywhere = accelerator.gather(torch.tensor([step], device=accelerator.device)).tolist()
-    if len(set(everywhere)) > 1:
-        raise DraftsmithError(
-            "the processes do not see the same checkpoints",
-            where=folder,
-            found=f"newest steps {everywhere}",
-            expected="one run folder for all machines",
-            mend="put `runs` on storage that all machines share",
-        )
+    newest = max((p for p in folder.glob(f"{PREFIX}*") if p.is_dir()), default=None)
     if newest is None:
-        return 0
-    state = read_json(newest / "trainer.json", what="the checkpoint's trainer.json", mend=f"rm -r {newest}")
-    if state.get("run") != run_hash:
+        return 0, None
+    away = f"rm -r {newest} (the run then goes on from an older one, if there is one)"
+    described = read_json(newest / DESCRIPTION, what=f"{DESCRIPTION} of a checkpoint", mend=away)
+    if described.get("schema") != SCHEMA:
         raise DraftsmithError(
-            "the checkpoint belongs to another run: configuration, store, target or draft vocabulary differ",
+            "the checkpoint has another format", where=newest, found=described.get("schema"), expected=SCHEMA, mend=away
+        )
+    files, theirs, step = described.get("files"), described.get("run"), described.get("step")
+    if (
+        not (isinstance(files, dict) and isinstance(theirs, dict) and isinstance(step, int))
+        or newest.name != f"{PREFIX}{step:08d}"
+    ):
+        raise DraftsmithError(f"{DESCRIPTION} of a checkpoint is damaged", where=newest / DESCRIPTION, mend=away)
+    for name, size in files.items():
+        file = newest / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            raise DraftsmithError(
+                "a checkpoint is incomplete: a file is missing or cut off",
+                where=file,
+                found="no such file" if found is None else f"{found:,} bytes",
+                expected=f"{size:,} bytes",
+                mend=away,
+            )
+    differing = [key for key in sorted(theirs.keys() | run.keys()) if theirs.get(key) != run.get(key)]
+    if differing:
+        raise DraftsmithError(
+            f"the checkpoint belongs to another run: {', '.join(differing[:6])} differ{'s' if len(differing) == 1 else ''}",
             where=newest,
-            found=state.get("run"),
-            expected=run_hash,
+            found="; ".join(f"{key} = {theirs.get(key)}" for key in differing[:6]),
+            expected="; ".join(f"{key} = {run.get(key)}" for key in differing[:6]),
             mend=f"restore the old configuration, or start afresh with another `name`, or: rm -r {folder}",
         )
-    if state.get("processes") != accelerator.num_processes:
-        raise DraftsmithError(
-            "the checkpoint was written by another number of processes",
-            where=newest,
-            found=state.get("processes"),
-            expected=accelerator.num_processes,
-            mend=f"launch with {state.get('processes')} processes",
-        )
-    accelerator.load_state(str(newest / "state"))
-    return step
+    return step, newest
+
+
+def read_moments(checkpoint: Path) -> dict[str, Tensor]:
+    """AdamW's moments, as `restore_moments` takes them."""
+    return load_file(checkpoint / "state" / "moments.safetensors")
 
 
 def rotate(folder: Path, keep: int) -> None:
@@ -144,6 +144,7 @@ def rotate(folder: Path, keep: int) -> None:
             remove_folder(old)
     for leftover in folder.glob(f".*{TEMPORARY_MARK}*"):
         shutil.rmtree(leftover, ignore_errors=True)
+        leftover.unlink(missing_ok=True)
 
 
 def mark_best(folder: Path, checkpoint: Path, accept_length: float) -> None:
@@ -166,8 +167,6 @@ def mark_best_again(folder: Path) -> None:
 
 def read_drafter(checkpoint: Path) -> tuple[DrafterSpec, dict[str, Tensor], dict[str, Any]]:
     """Spec, tensors (float32, d2t, t2d) and provenance of a checkpoint of ours."""
-    from safetensors.torch import load_file
-
     spec, provenance = read_drafter_record(checkpoint)
     return spec, load_file(checkpoint / "drafter" / "model.safetensors"), provenance
 
@@ -184,42 +183,3 @@ def read_drafter_record(checkpoint: Path) -> tuple[DrafterSpec, dict[str, Any]]:
         return DrafterSpec(**described["spec"]), described.get("provenance", {})
     except (KeyError, TypeError, ValueError) as error:
         raise DraftsmithError(f"the checkpoint's drafter.json is damaged: {error}", where=file) from None
-
-
-def append_metrics(file: Path, row: dict[str, Any]) -> None:
-    """Add one line to metrics.jsonl."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(row) + "\n")
-
-
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All whole lines of metrics.jsonl; a torn last line is passed over."""
-    if not file.is_file():
-        return []
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
-
-
-def truncate_metrics(file: Path, step: int) -> None:
-    """Forget rows after `step`, which a resumed run will write again."""
-    if file.is_file():
-        kept = [row for row in read_metrics(file) if row["step"] <= step]
-        temporary = file.with_name(f".{file.name}{TEMPORARY_MARK}cut")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        temporary.replace(file)
-
-
-def full_drafter_tensors(accelerator: Accelerator, unroll: torch.nn.Module) -> dict[str, Tensor]:
-    """The trainable tensors by served name, gathered from all processes; float32."""
-    state = accelerator.get_state_dict(unroll)
-    return {
-        name.removeprefix("drafter."): tensor.float()
-        for name, tensor in (state or {}).items()
-        if name.startswith("drafter.")
-    }

@@ -19,7 +19,7 @@ from draftsmith.configs.console import meter
 from draftsmith.data.store import HarvestReader
 from draftsmith.train.batch import Batch, pack
 from draftsmith.train.model import Drafter
-from draftsmith.train.plan import WindowRef, load_window, plan_windows
+from draftsmith.train.plan import WindowRef, deal, load_window, plan_windows
 from draftsmith.train.unroll import unroll_steps
 
 CONTEXT_EDGES = (0, 1024, 4096, 16384, 65536, 262144)
@@ -99,17 +99,23 @@ def replay(
     draft_steps: int,
     batch_tokens: int,
     *,
+    share: tuple[int, int] = (0, 1),
     quiet: bool = False,
 ) -> dict[int, Chains]:
-    """Chains from every supervised index of every conversation of a store, keyed by the conversation's number."""
+    """Chains from every supervised index of every conversation of a store, keyed by the conversation's number.
+
+    Args:
+        share: (number of this process, number of processes): the conversations are dealt out by length, and this
+            process replays its own only.
+    """
     device = drafter.fc.weight.device
     inside = torch.zeros(drafter.spec.vocab_size, dtype=torch.bool, device=device)
     inside[targets.to(device)] = True
     longest = max(reader.lengths)
-    windows = plan_windows(reader, longest, draft_steps, "aligned")
+    windows = deal(plan_windows(reader, longest, draft_steps, "aligned"), share[1])[share[0]]
     found: dict[int, Chains] = {}
     with meter("evaluate", sum(w.tokens for w in windows), "tokens", quiet=quiet) as progress:
-        for group in _groups(windows, batch_tokens):
+        for group in _groups(windows, batch_tokens) if windows else []:
             batch = pack([load_window(reader, ref, draft_steps) for ref in group], draft_steps).to(device)
             right = draft_chains(drafter, targets.to(device), batch)
             _collect(group, batch, right, inside, draft_steps, found)

@@ -1,4 +1,4 @@
-"""Where a drafter's first weights come from: the target's head and last layer, or random numbers."""
+"""Where a drafter's first weights come from: another drafter, the target's head and last layer, or random numbers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import TrainSection
 from draftsmith.configs.target import Target, locate_tensors
 from draftsmith.train.model import Drafter
+from draftsmith.train.warm import WarmStart
 
 
 def build_drafter(
-    spec: DrafterSpec, target: Target, embedding: Tensor, targets: Tensor, settings: TrainSection
+    spec: DrafterSpec,
+    target: Target,
+    embedding: Tensor,
+    targets: Tensor,
+    settings: TrainSection,
+    start: WarmStart | None = None,
 ) -> Drafter:
-    """A fresh drafter, the same for the same seed on every process.
+    """A drafter before its first step, the same for the same seed on every process.
 
-    Matrices are normal with deviation 0.02 (the range of the Llama family) unless `settings` takes them from the
+    With `start` it has that drafter's weights. Else matrices are normal with deviation 0.02 (the range of the Llama family) unless `settings` takes them from the
     target: `head_init: target` copies the head's rows at `targets` (int64 (D,)); `layer_init: target` copies the last
     decoder layer into the half of the layer that reads the hidden state, with fc passing on the highest tap.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     drafter = Drafter(spec, embedding)
+    if start is not None:
+        drafter.load_state_dict(start.weights)
+        return drafter
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.ndim > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +12,20 @@ from torch import Tensor
 from draftsmith import __version__
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import sha256_file, sha256_json
+from draftsmith.configs.files import sha256_json
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import Target, default_drafter, read_target
 from draftsmith.data.store import HarvestReader
 from draftsmith.data.vocab import DraftVocab
+from draftsmith.train.warm import WarmStart, check_vocabulary, drafters_vocabulary, read_warm_start
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Target, stores, draft vocabulary and the drafter's dimensions of one run. `targets` int64 (D,): arange + d2t."""
+    """Target, stores, draft vocabulary and the drafter's dimensions of one run.
+
+    `targets` int64 (D,): arange + d2t. `start`: the drafter that training goes on from, if one was named.
+    """
 
     target: Target
     train: HarvestReader
@@ -27,6 +33,7 @@ class Inputs:
     vocab: DraftVocab
     targets: Tensor
     spec: DrafterSpec
+    start: WarmStart | None = None
 
     def provenance(self, config: RunConfig) -> dict[str, Any]:
         """What a checkpoint says of its origin."""
@@ -41,24 +48,37 @@ class Inputs:
                 "tokens": sum(self.train.lengths),
                 "manifest": sha256_json(manifest.model_dump(mode="json")),
             },
-            "vocab_sha256": sha256_file(config.vocab_file),
+            "vocab_sha256": hashlib.sha256(self.vocab.d2t.numpy().tobytes()).hexdigest(),
             "unroll_steps": config.train.unroll_steps,
             "step_decay": config.train.step_decay,
             "mask": config.train.mask,
+            "init_from": None if self.start is None else self.start.sha256,
         }
 
 
-def read_inputs(config: RunConfig) -> Inputs:
+def read_inputs(config: RunConfig, *, without: Collection[str] = ()) -> Inputs:
     """Open everything a run needs.
 
+    Args:
+        without: shards of the training store to leave out.
+
     Raises:
-        DraftsmithError: something is missing, or store, vocabulary and target do not belong together.
+        DraftsmithError: something is missing, or store, vocabulary, target and the drafter to start from do not belong
+            together.
     """
     target = read_target(config.target.path)
-    train = HarvestReader(config.store("train"))
+    train = HarvestReader(config.store("train"), without=without)
     heldout = HarvestReader(config.store("heldout")) if (config.store("heldout") / "manifest.json").is_file() else None
-    vocab = DraftVocab.load(config.vocab_file)
-    spec = drafter_spec(config, target, len(vocab.d2t), max(train.lengths))
+    if config.train.init_from is None:
+        start, vocab = None, DraftVocab.load(config.vocab_file)
+        spec = drafter_spec(config, target, len(vocab.d2t), max(train.lengths))
+    else:
+        start = read_warm_start(config, target, max(train.lengths))
+        spec = start.spec
+        vocab = (
+            DraftVocab.load(config.vocab_file) if config.vocab_file.is_file() else drafters_vocabulary(start, target)
+        )
+        check_vocabulary(start, vocab, config)
     for reader in (train, heldout):
         if reader is not None:
             check_store(reader, target, spec.taps)
@@ -70,7 +90,7 @@ def read_inputs(config: RunConfig) -> Inputs:
             expected=target.vocab_size,
             mend=f"rm {config.vocab_file}; draftsmith vocab CONFIG",
         )
-    return Inputs(target, train, heldout, vocab, vocab.target_ids, spec)
+    return Inputs(target, train, heldout, vocab, vocab.target_ids, spec, start)
 
 
 def drafter_spec(config: RunConfig, target: Target, draft_vocab_size: int, trained_length: int | None) -> DrafterSpec:

@@ -1,26 +1,40 @@
-"""One Accelerator for every way of launching: one process, DDP, DeepSpeed; on GPUs with NCCL, on CPUs with gloo."""
+"""One Accelerator for every way of launching: one process, DDP, DeepSpeed; on GPUs with NCCL, on CPUs with gloo.
+
+Notable choices: weights are float32 under every back end and products run under torch's own autocast, so that DDP and
+each ZeRO stage compute what one process computes (DeepSpeed's bf16 mode would round weights, gradients and even RoPE's
+frequencies); accumulation and clipping come from the run's configuration, whatever the launcher's file says.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
+import threading
 from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
+from torch import nn
+
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import TrainSection
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LAUNCHED = {"no": "float32", "bf16": "bfloat16"}
+"""accelerate's names of precisions."""
 
 
-def make_accelerator(precision: str | None) -> Accelerator:
+def make_accelerator(settings: TrainSection) -> Accelerator:
     """Accelerator from the environment that `accelerate launch` sets (or from nothing: one process).
 
     Without a GPU, DeepSpeed needs gloo named (accelerate leaves the back end open and then believes in one process),
     while DDP needs `cpu=True`.
-
-    Args:
-        precision: `float32` or `bfloat16`; none: what the launcher names, else bfloat16 on a GPU and float32 on a CPU.
     """
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or ("bf16" if torch.cuda.is_available() else "no")
-    mixed = {None: launched, "float32": "no", "bfloat16": "bf16"}[precision]
-    common: dict[str, Any] = {"mixed_precision": mixed, "step_scheduler_with_optimizer": False}
+    launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    accumulation = settings.accumulation or (int(launched) if launched.isdigit() else 1)
+    common: dict[str, Any] = {"mixed_precision": "no", "step_scheduler_with_optimizer": False}
     if torch.cuda.is_available():
         accelerator = Accelerator(**common)
     elif os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
@@ -28,10 +42,46 @@ def make_accelerator(precision: str | None) -> Accelerator:
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **common)
     else:
         accelerator = Accelerator(cpu=True, **common)
+    accelerator.gradient_accumulation_steps = accumulation
     plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None:  # DeepSpeed asks for a batch size; ours is one packed batch a process
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+    if plugin is not None:
+        plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants a batch size; ours is one packed batch a process
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": settings.grad_clip,
+            "zero_force_ds_cpu_optimizer": False,  # offloaded, torch's AdamW computes the same as everywhere else
+        }
     return accelerator
+
+
+def precision_of(settings: TrainSection) -> torch.dtype:
+    """Dtype of matrix products: the configuration's, else the launcher's, else bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        DraftsmithError: the launcher asks for a precision that training does not offer.
+    """
+    if settings.precision is not None:
+        return DTYPES[settings.precision]
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or ("bf16" if torch.cuda.is_available() else "no")
+    if launched not in LAUNCHED:
+        raise DraftsmithError(
+            "the launcher asks for a precision that training does not offer",
+            where="mixed_precision of the accelerate configuration",
+            found=launched,
+            expected=" or ".join(LAUNCHED),
+            mend="train.precision=bfloat16",
+        )
+    return DTYPES[LAUNCHED[launched]]
+
+
+def prepare(
+    accelerator: Accelerator, unroll: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """Hand module and optimiser to the back end; the module's forward runs its products in `dtype`."""
+    if dtype is not torch.float32:
+        unroll.forward = torch.autocast(accelerator.device.type, dtype)(unroll.forward)
+    model, prepared = accelerator.prepare(unroll.to(accelerator.device), optimizer)
+    return model, prepared
 
 
 def _no_compiled_communication() -> None:
@@ -39,3 +89,48 @@ def _no_compiled_communication() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+SIGNAL_AT_PARENTS_DEATH = 1
+"""PR_SET_PDEATHSIG."""
+
+PEER_LOST = (
+    "this process ends because another process of the run has died, or its launcher; its error, if it wrote one, stands further up, "
+    "and a process that was killed leaves none (out of memory?). The same command goes on from the last checkpoint."
+)
+
+
+def explain_termination() -> None:
+    """On SIGTERM, which a launcher sends when one process of a run has died, say so and end at once.
+
+    A thread does it, since the main one may sit in a collective that never returns to Python. Linux sends the same
+    signal when a launcher is killed, whose processes would else train on and hold their devices.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGTERM)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(reading, 1):
+            pass
+        end(f"SIGTERM: {PEER_LOST}")
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether a collective failed because its other end is gone."""
+    if not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()
+
+
+def end(message: str, status: int = 143) -> None:
+    """Write a line and leave without waiting for threads or collectives."""
+    rank = os.environ.get("RANK", "0")
+    sys.stderr.write(f"error process {rank}: {message}\n")
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,14 +1,23 @@
-"""Batches for one process, read from the store one step ahead of the computation."""
+"""Batches for one process, read from the store ahead of the computation by a few threads, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import dataclasses
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.schema import TrainSection
 from draftsmith.data.store import HarvestReader
 from draftsmith.train.batch import Batch, pack
+from draftsmith.train.flops import step_flops
 from draftsmith.train.plan import WindowRef, deal, epoch_batches, load_window, step_counts
 
 
@@ -21,6 +30,7 @@ class Share:
         filler: a batch that stands in for None, with its loss weighted 0, so that all processes do equal work.
         counts: global supervised positions of each unroll step, over all processes and micro-steps.
         tokens: rows of the whole step.
+        flops: counted work of this process.
         epoch: number of the pass over the data, from 0.
     """
 
@@ -28,30 +38,38 @@ class Share:
     filler: Batch
     counts: list[int]
     tokens: int
+    flops: int
     epoch: int
 
 
 class Loader:
-    """Plans every step of a run up front; `steps(first)` yields this process's shares from optimiser step `first` on."""
+    """Plans every step of a run up front; `steps(first)` yields this process's shares from optimiser step `first` on.
+
+    Args:
+        windows: as `plan_windows` cuts them, none longer than the token budget of a step.
+        pin: put batches into page-locked memory, from which copies to a GPU overlap with its work.
+    """
 
     def __init__(
         self,
         reader: HarvestReader,
         windows: list[WindowRef],
         settings: TrainSection,
+        spec: DrafterSpec,
         *,
         rank: int,
         processes: int,
         accumulation: int,
+        pin: bool = False,
     ) -> None:
-        self.reader, self.settings = reader, settings
+        self.reader, self.settings, self.spec, self.pin = reader, settings, spec, pin
         self.rank, self.processes, self.accumulation = rank, processes, accumulation
         self.plan = [
             (epoch, batch)
             for epoch in range(settings.epochs)
             for batch in epoch_batches(windows, settings.batch_tokens, settings.seed, epoch)
         ]
-        self.filler = self._pack([min(windows, key=lambda w: (w.tokens, w.conversation, w.start))])
+        self.filler, _ = self._pack([min(windows, key=lambda w: (w.tokens, w.conversation, w.start))])
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -60,28 +78,70 @@ class Loader:
         """Rows of all steps from `first` on."""
         return sum(window.tokens for _, batch in self.plan[first:] for window in batch)
 
+    def mark(self) -> int:
+        """A checksum of the whole plan, which must be one on all processes."""
+        mark = 0
+        for epoch, batch in self.plan:
+            mark = zlib.crc32(repr((epoch, batch)).encode(), mark)
+        return mark
+
+    def conversations(self, step: int) -> list[str]:
+        """Ids of the conversations in a step, each once."""
+        return list(dict.fromkeys(self.reader.ids[window.conversation] for window in self.plan[step][1]))
+
     def steps(self, first: int) -> Iterator[Share]:
-        """Shares in order; the next one is read while the caller computes."""
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            waiting = pool.submit(self._share, first) if first < len(self.plan) else None
-            for step in range(first, len(self.plan)):
-                assert waiting is not None
-                share = waiting.result()
-                waiting = pool.submit(self._share, step + 1) if step + 1 < len(self.plan) else None
-                yield share
+        """Shares in order; `prefetch` later ones are read while the caller computes."""
+        pool = ThreadPoolExecutor(max_workers=self.settings.prefetch)
+        waiting: deque[Future[Share]] = deque()
+        ahead = iter(range(first, len(self.plan)))
+        try:
+            for step in ahead:
+                waiting.append(pool.submit(self._share, step))
+                if len(waiting) > self.settings.prefetch:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _share(self, step: int) -> Share:
         epoch, windows = self.plan[step]
         hands = deal(windows, self.processes * self.accumulation)
         mine = hands[self.rank * self.accumulation : (self.rank + 1) * self.accumulation]
+        packed = [self._pack(hand) if hand else (None, 0) for hand in mine]
         return Share(
-            batches=[self._pack(hand) if hand else None for hand in mine],
+            batches=[batch for batch, _ in packed],
             filler=self.filler,
             counts=step_counts(windows, self.settings.unroll_steps),
             tokens=sum(window.tokens for window in windows),
+            flops=sum(flops for _, flops in packed),
             epoch=epoch,
         )
 
-    def _pack(self, windows: list[WindowRef]) -> Batch:
-        steps = self.settings.unroll_steps
-        return pack([load_window(self.reader, window, steps) for window in windows], steps, self.settings.mask)
+    def _pack(self, refs: list[WindowRef]) -> tuple[Batch, int]:
+        """The packed batch and its counted work."""
+        steps, rule = self.settings.unroll_steps, self.settings.mask
+        windows = [load_window(self.reader, ref, steps) for ref in refs]
+        batch = pack(windows, steps, rule)
+        flops = step_flops(self.spec, windows, steps, rule)
+        return each_tensor(batch, Tensor.pin_memory) if self.pin else batch, flops
+
+
+def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Rebuild nested dataclasses, lists and tuples with `change` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        if value and not isinstance(value[0], (Tensor, list, tuple)) and not dataclasses.is_dataclass(value[0]):
+            return value
+        return type(value)(each_tensor(item, change) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: each_tensor(item, change) for name, item in fields.items()})
+    return value
+
+
+def same_everywhere(accelerator: Any, value: int) -> bool:
+    """Whether all processes hold the same number; a collective call."""
+    found = accelerator.gather(torch.tensor([value], dtype=torch.int64, device=accelerator.device)).tolist()
+    return len(set(found)) == 1

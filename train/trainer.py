@@ -1,40 +1,51 @@
-"""The training loop: accelerate for every back end, exact resume, held-out evaluation, atomic checkpoints.
+"""A training run from its inputs to its report: accelerate for every back end, exact resume, held-out evaluation.
 
-Notable choices: the learning rate is a pure function of the step, so no scheduler state exists; the loss is a sum over
-this process's positions divided by the global count, then multiplied by what accelerate and the back end divide by, so
-that the gradient does not depend on how a step is split.
+Notable choices: learning rate, order of the data and random seeds are pure functions of the step, so that a checkpoint
+needs nothing but weights and AdamW's moments; whatever is decided (stop, save, evaluate) is decided alike on all
+processes from figures that all of them have.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from accelerate.utils import gather_object, set_seed
 
 from draftsmith.configs.console import closing, console, meter
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import sha256_json
-from draftsmith.configs.schema import RunConfig, TrainSection
+from draftsmith.configs.schema import RunConfig
 from draftsmith.train import checkpoint as saving
 from draftsmith.train.evaluate import Evaluation, replay, summarize
-from draftsmith.train.guard import check_teacher
+from draftsmith.train.flops import peak_flops
+from draftsmith.train.guard import TeacherReport, check_teacher
 from draftsmith.train.initial import build_drafter
 from draftsmith.train.inputs import Inputs, read_inputs
-from draftsmith.train.launch import make_accelerator
-from draftsmith.train.loader import Loader, Share
-from draftsmith.train.model import Drafter
+from draftsmith.train.launch import make_accelerator, precision_of, prepare
+from draftsmith.train.loader import Loader, same_everywhere
+from draftsmith.train.lock import run_lock
+from draftsmith.train.metrics import append_metrics, read_metrics, truncate_metrics
 from draftsmith.train.plan import plan_windows
-from draftsmith.train.report import draw_curves
+from draftsmith.train.report import write_report
+from draftsmith.train.shards import damaged_shards, remember_shards
+from draftsmith.train.state import gather_moments, gather_weights, restore_moments, whole_drafter
+from draftsmith.train.step import Optimiser, learning_rate
 from draftsmith.train.tracking import Tracker
-from draftsmith.train.unroll import StepResult, Unroll, loss_coefficients
+from draftsmith.train.unroll import Unroll
+from draftsmith.train.watch import stop_diverged, stop_not_finite
 
-FREE_TO_CHANGE = {"log_with", "log_every", "save_every", "evaluate_every", "keep_checkpoints", "guard_threshold"}
-"""Settings that a resumed run may change: they touch neither the order of the data nor the maths."""
+FREE_TO_CHANGE = {
+    "accumulation", "log_with", "log_every", "save_every", "evaluate_every", "keep_checkpoints", "guard_threshold", "init_from",
+    "prefetch", "check_shards", "damaged_shards", "stop_above",
+}  # fmt: skip
+"""Settings that a resumed run may change: they touch neither the order of the data nor the maths (the drafter behind
+init_from is compared by content)."""
 
 
 def train(config: RunConfig) -> Path:
@@ -43,84 +54,125 @@ def train(config: RunConfig) -> Path:
     Returns the best checkpoint's folder.
 
     Raises:
-        DraftsmithError: inputs that are missing or do not fit, a teacher that the guard refuses, a checkpoint of
-            another run, or a loss or gradient that is not finite.
+        DraftsmithError: inputs that are missing or do not fit, damaged shards, a teacher that the guard refuses, a
+            checkpoint that is incomplete or of another run, another run in the same folder, or a loss or gradient that
+            is not finite or diverges.
     """
-    inputs = read_inputs(config)
-    settings = config.train
+    settings, folder = config.train, config.training
+    dtype = precision_of(settings)
+    accelerator = make_accelerator(settings)
+    damaged = damaged_shards(accelerator, config.store("train"), settings, folder)
+    inputs = read_inputs(config, without=damaged)
     head = inputs.target.require("head").load()
-    report = check_teacher(
-        inputs.train,
-        head,
-        inputs.target.require("final_norm").load(),
-        inputs.target.rms_norm_eps,
-        settings.guard_threshold,
-    )
-    accelerator = make_accelerator(settings.precision)
-    torch.manual_seed(settings.seed)
-    embedding = inputs.target.require("embedding").load().float()
-    drafter = build_drafter(inputs.spec, inputs.target, embedding, inputs.targets, settings)
-    unroll = Unroll(
-        drafter, head[inputs.targets].float(), inputs.targets, keep_outside=settings.out_of_vocabulary == "keep"
-    )
-    del head
-    optimizer = torch.optim.AdamW(
-        unroll.parameters(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=torch.cuda.is_available(),
-    )
-    windows = plan_windows(inputs.train, settings.max_length, settings.unroll_steps, settings.mask)
-    loader = Loader(
-        inputs.train, windows, settings,
-        rank=accelerator.process_index, processes=accelerator.num_processes,
-        accumulation=accelerator.gradient_accumulation_steps,
-    )  # fmt: skip
-    model, prepared = accelerator.prepare(unroll.to(accelerator.device), optimizer)
+    norm, eps = inputs.target.require("final_norm").load(), inputs.target.rms_norm_eps
+    teacher = check_teacher(inputs.train, head, norm, eps, settings.guard_threshold)
     provenance = inputs.provenance(config)
-    run_hash = sha256_json(
-        {
-            "settings": settings.model_dump(mode="json", exclude=FREE_TO_CHANGE),
-            "spec": inputs.spec.model_dump(mode="json"),
-            **{key: value for key, value in provenance.items() if key not in ("tool_version", "target_path")},
-        }
-    )
-    first = saving.load_state(accelerator, config.training, run_hash)
-    metrics = config.training / "metrics.jsonl"
-    if accelerator.is_main_process:
-        saving.truncate_metrics(metrics, first)
-        saving.mark_best_again(config.training)
-        agreement = (
-            "no greedy text" if report.agreement is None else f"{report.agreement:.1%} of greedy tokens reproduced"
+    with run_lock(folder) if accelerator.is_main_process else nullcontext():
+        accelerator.wait_for_everyone()
+        identity = run_identity(config, inputs, provenance)
+        first, newest = saving.resume_point(folder, identity)
+        if not same_everywhere(accelerator, first):
+            raise DraftsmithError(
+                "the processes do not see the same checkpoints", where=folder, found=f"newest step {first} on process {accelerator.process_index}",
+                expected="one run folder for all machines", mend="put `runs` on storage that all machines share",
+            )  # fmt: skip
+        set_seed(settings.seed)
+        embedding = inputs.target.require("embedding").load().float()
+        drafter = build_drafter(inputs.spec, inputs.target, embedding, inputs.targets, settings, inputs.start)
+        if newest is not None:
+            _, tensors, _ = saving.read_drafter(newest)
+            drafter.load_state_dict({name: t.float() for name, t in tensors.items() if name not in ("d2t", "t2d")})
+        unroll = Unroll(
+            drafter, head[inputs.targets].float(), inputs.targets, keep_outside=settings.out_of_vocabulary == "keep"
         )
-        console.print(
-            f"train: {inputs.spec.parameter_count():,} parameters, {len(windows):,} windows, {len(loader):,} steps of "
-            f"{settings.batch_tokens:,} tokens, {accelerator.num_processes} process(es) on {accelerator.device}; "
-            f"teacher: {agreement}" + (f"; going on from step {first}" if first else ""),
-            highlight=False,
+        del head
+        optimizer = torch.optim.AdamW(
+            unroll.parameters(),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=torch.cuda.is_available(),
         )
-    run = _Run(config, inputs, accelerator, model, prepared, loader, provenance, run_hash, metrics)
-    run.loop(first)
-    best = saving.best_checkpoint(config.training)
-    if accelerator.is_main_process:
-        draw_curves(saving.read_metrics(metrics), config.training / "curves.png")
-        closing(
-            f"{best} (best of {config.training}), curves in {config.training / 'curves.png'}",
-            f"draftsmith evaluate CONFIG, then: draftsmith convert {config.training} --target {config.target.path} --out {config.drafter_folder}",
-        )
+        model, prepared = prepare(accelerator, unroll, optimizer, dtype)
+        if newest is not None:
+            restore_moments(accelerator, model, prepared, saving.read_moments(newest), first)
+        longest = min(settings.max_length, settings.batch_tokens)
+        windows = plan_windows(inputs.train, longest, settings.unroll_steps, settings.mask)
+        loader = Loader(
+            inputs.train, windows, settings, inputs.spec,
+            rank=accelerator.process_index, processes=accelerator.num_processes,
+            accumulation=accelerator.gradient_accumulation_steps, pin=accelerator.device.type == "cuda",
+        )  # fmt: skip
+        if not same_everywhere(accelerator, loader.mark()):
+            raise DraftsmithError(
+                "the processes do not see the same data", where=config.store("train"),
+                mend="put `runs` on storage that all machines share",
+            )  # fmt: skip
+        if accelerator.is_main_process:
+            if not config.vocab_file.is_file():  # the drafter's own, which training goes on with
+                inputs.vocab.save(config.vocab_file)
+            remember_shards(config.store("train"), settings, folder, damaged)
+            truncate_metrics(folder / "metrics.jsonl", first)
+            saving.mark_best_again(folder)
+            _announce(inputs, loader, accelerator, settings.batch_tokens, teacher, first, dtype)
+        run = _Run(config, inputs, accelerator, model, prepared, loader, provenance, identity)
+        run.loop(first, dtype)
+        accelerator.wait_for_everyone()
+        best = saving.best_checkpoint(folder)
+        if accelerator.is_main_process:
+            written = write_report(config, inputs, provenance, best)
+            closing(
+                f"{best} (best of {folder}), report in {written}",
+                f"draftsmith evaluate CONFIG, then: draftsmith convert {folder} --target {config.target.path} --out {config.drafter_folder}",
+            )
     accelerator.end_training()
     return best
 
 
-def learning_rate(step: int, steps: int, settings: TrainSection) -> float:
-    """Linear warm-up over warmup_ratio of the steps, then half a cosine down to the minimum at the last step."""
-    warmup = max(1, round(settings.warmup_ratio * steps))
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
-    low = settings.min_learning_rate_ratio
-    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+def run_identity(config: RunConfig, inputs: Inputs, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that fixes the maths of a run and the order of its data, by dotted name; a checkpoint keeps it."""
+    values = {
+        "train": config.train.model_dump(mode="json", exclude=FREE_TO_CHANGE),
+        "drafter": inputs.spec.model_dump(mode="json"),
+        **{key: value for key, value in provenance.items() if key not in ("tool_version", "target_path")},
+    }
+    flat: dict[str, Any] = {}
+    for section, value in values.items():
+        flat |= (
+            {f"{section}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {section: value}
+        )
+    return flat
+
+
+def _announce(
+    inputs: Inputs, loader: Loader, accelerator: Accelerator, batch_tokens: int, teacher: TeacherReport, first: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    agreement = (
+        "no greedy text" if teacher.agreement is None else f"{teacher.agreement:.1%} of greedy tokens reproduced"
+    )
+    windows = sum(len(batch) for epoch, batch in loader.plan if epoch == 0)
+    console.print(
+        f"train: {inputs.spec.parameter_count():,} parameters, {windows:,} windows, {len(loader):,} steps of "
+        f"{batch_tokens:,} tokens, {accelerator.num_processes} process(es) with "
+        f"{accelerator.gradient_accumulation_steps} micro-batch(es) each on {accelerator.device}, "
+        f"{accelerator.distributed_type.value}, {str(dtype).removeprefix('torch.')}; "
+        f"teacher: {agreement}" + (f"; going on from step {first}" if first else ""),
+        highlight=False,
+    )
+
+
+@dataclass
+class _Clock:
+    """What the time since the last logged row went into."""
+
+    since: float
+    tokens: int = 0
+    flops: int = 0
+    waited: float = 0.0
+
+    @classmethod
+    def started(cls) -> _Clock:
+        return cls(time.monotonic())
 
 
 class _Run:
@@ -128,154 +180,100 @@ class _Run:
 
     def __init__(
         self, config: RunConfig, inputs: Inputs, accelerator: Accelerator, model: Any, optimizer: Any, loader: Loader,
-        provenance: dict[str, Any], run_hash: str, metrics: Path,
+        provenance: dict[str, Any], identity: dict[str, Any],
     ) -> None:  # fmt: skip
         self.config, self.settings, self.inputs = config, config.train, inputs
-        self.accelerator, self.model, self.optimizer, self.loader = accelerator, model, optimizer, loader
-        self.provenance, self.run_hash, self.metrics = provenance, run_hash, metrics
-        self.sums = torch.zeros(4, self.settings.unroll_steps, device=accelerator.device)
-        self.counts = [0] * self.settings.unroll_steps
+        self.accelerator, self.model, self.prepared, self.loader = accelerator, model, optimizer, loader
+        self.provenance, self.identity = provenance, identity
+        self.metrics = config.training / "metrics.jsonl"
+        self.optimiser = Optimiser(accelerator, model, optimizer, self.settings)
+        self.rows: list[dict[str, Any]] = []
 
-    def loop(self, first: int) -> None:
+    def loop(self, first: int, dtype: torch.dtype) -> None:
         """Optimiser steps from `first` to the end."""
-        settings, accelerator = self.settings, self.accelerator
-        total = len(self.loader)
-        tracker = Tracker(self.config, enabled=accelerator.is_main_process)
+        settings, accelerator, loader = self.settings, self.accelerator, self.loader
+        total = len(loader)
+        self.rows = [r for r in read_metrics(self.metrics) if r["step"] <= first and "loss" in r]
+        self.peak = peak_flops(accelerator.device, dtype) if first < total else 1.0
+        tracker = Tracker(self.config, first=first, enabled=accelerator.is_main_process)
         quiet = not accelerator.is_main_process
-        with meter(
-            "train", self.loader.tokens(), "tokens", self.loader.tokens() - self.loader.tokens(first), quiet=quiet
-        ) as bar:
-            since, tokens, waited, clock = time.monotonic(), 0, 0.0, time.monotonic()
-            for step, share in enumerate(self.loader.steps(first), start=first):
-                waited += time.monotonic() - clock
-                norm = self._optimise(share, learning_rate(step, total, settings))
-                tokens += share.tokens
-                done = step + 1
-                note = ""
+        with meter("train", loader.tokens(), "tokens", loader.tokens() - loader.tokens(first), quiet=quiet) as bar:
+            clock, read, asked = _Clock.started(), first, time.monotonic()
+            for step, share in enumerate(loader.steps(first), start=first):
+                clock.waited += time.monotonic() - asked
+                rate = learning_rate(step, total, settings)
+                self.optimiser.step(share, rate, seed=settings.seed * 1_000_003 + step)
+                clock.tokens, clock.flops = clock.tokens + share.tokens, clock.flops + share.flops
+                done, note = step + 1, ""
                 evaluating = done % settings.evaluate_every == 0 or done == total
                 saving_now = evaluating or done % settings.save_every == 0
                 if saving_now or done % settings.log_every == 0:
-                    row = self._row(
-                        done,
-                        share,
-                        norm,
-                        tokens,
-                        waited,
-                        time.monotonic() - since,
-                        learning_rate(step, total, settings),
-                    )
-                    since, tokens, waited = time.monotonic(), 0, 0.0
-                    note = f"step {done}/{total} loss {row['loss']:.3f} accept {row['accept_length']:.2f}"
-                    if accelerator.is_main_process:
-                        saving.append_metrics(self.metrics, row)
-                        tracker.log(row, done)
+                    row = self._row(done, read, share.epoch, rate, clock)
+                    note = f"step {done}/{total} loss {row['loss']:.3f} accept {row['accept_length']:.2f} MFU {row['mfu']:.1%}"
+                    self._log(row, tracker)
+                    clock, read = _Clock.started(), done
                 bar.advance(share.tokens, note)
                 if saving_now:
                     self._save(done, self._evaluate(done, tracker) if evaluating else None)
-                clock = time.monotonic()
+                    clock.since = time.monotonic()
+                asked = time.monotonic()
         tracker.close()
 
-    def _optimise(self, share: Share, rate: float) -> float:
-        """One optimiser step; returns the global gradient norm before clipping."""
-        accelerator = self.accelerator
-        scale = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        norm: Any = None
-        coefficients = [scale * value for value in loss_coefficients(share.counts, self.settings.step_decay)]
-        for batch in share.batches:
-            with accelerator.accumulate(self.model):
-                weights = [0.0] * len(coefficients) if batch is None else coefficients
-                loss, results = self.model((share.filler if batch is None else batch).to(accelerator.device), weights)
-                accelerator.backward(loss)
-                if batch is not None:
-                    self._count(results)
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-        for index, count in enumerate(share.counts):
-            self.counts[index] += count
-        return float(norm) if norm is not None else float(self.model.get_global_grad_norm() or 0.0)
-
-    def _count(self, results: list[StepResult]) -> None:
-        for index, step in enumerate(results):
-            parts = (step.loss, step.right.sum(), step.chain.sum(), step.outside.sum())
-            self.sums[:, index] += torch.stack([part.float() for part in parts])
-
-    def _row(
-        self, done: int, share: Share, norm: float, tokens: int, waited: float, seconds: float, rate: float
-    ) -> dict[str, Any]:
-        """Means since the last row, over all processes."""
-        summed: Tensor = self.accelerator.reduce(self.sums, "sum")
-        loss, right, chain, outside = (summed / torch.tensor(self.counts, device=summed.device).clamp(min=1)).tolist()
-        total = sum(self.settings.step_decay**i * value for i, value in enumerate(loss))
-        if not math.isfinite(total):
-            self._stop_diverged(done, "loss", total)
-        if not math.isfinite(norm):
-            self._stop_diverged(done, "gradient's norm", norm)
-        self.sums.zero_()
-        supervised = self.counts[0]
-        self.counts = [0] * len(self.counts)
-        return {
-            "step": done, "epoch": share.epoch, "loss": total, "loss_i": loss, "acc_i": right, "accept_i": chain,
-            "accept_length": 1 + sum(chain), "outside": outside[0], "supervised": supervised / max(1, tokens),
-            "grad_norm": norm, "learning_rate": rate, "tokens_per_second": tokens / seconds, "waiting": waited / seconds,
+    def _row(self, done: int, read: int, epoch: int, rate: float, clock: _Clock) -> dict[str, Any]:
+        """Means since the last row, over all processes; stops the run where they are not finite."""
+        figures = self.optimiser.figures()
+        seconds = time.monotonic() - clock.since
+        stop_not_finite(figures, read, self.loader.conversations)
+        total = sum(self.settings.step_decay**i * value for i, value in enumerate(figures.loss))
+        row = {
+            "step": done, "epoch": epoch, "loss": total, "loss_i": figures.loss, "acc_i": figures.acc, "accept_i": figures.accept,
+            "accept_length": 1 + sum(figures.accept), "outside": figures.outside,
+            "supervised": figures.supervised / max(1, clock.tokens), "grad_norm": figures.norms[-1],
+            "grad_norm_max": max(figures.norms), "learning_rate": rate, "tokens_per_second": clock.tokens / seconds,
+            "waiting": clock.waited / seconds, "mfu": clock.flops / seconds / self.peak,
         }  # fmt: skip
+        if self.accelerator.device.type == "cuda":
+            row["peak_memory"] = torch.cuda.max_memory_allocated(self.accelerator.device)
+        self.rows.append(row)
+        stop_diverged(self.rows, self.settings.stop_above, self.loader.conversations(done - 1))
+        return row
 
-    def _stop_diverged(self, done: int, label: str, value: float) -> None:
-        epoch, windows = self.loader.plan[done - 1]
-        raise DraftsmithError(
-            f"training stopped: the {label} is not finite",
-            where=f"step {done} (epoch {epoch}), conversations {[self.inputs.train.ids[w.conversation] for w in windows][:8]}",
-            found=value,
-            mend="lower train.learning_rate; the last checkpoint is untouched",
-        )
+    def _log(self, row: dict[str, Any], tracker: Tracker) -> None:
+        if self.accelerator.is_main_process:
+            append_metrics(self.metrics, row)
+            tracker.log(row, row["step"])
 
     def _evaluate(self, done: int, tracker: Tracker) -> Evaluation | None:
-        """Accept length on held-out conversations, computed by the first process with the gathered weights."""
+        """Accept length on held-out conversations, which the processes share out."""
         if self.inputs.heldout is None:
             return None
-        tensors = saving.full_drafter_tensors(self.accelerator, self.model)
-        evaluation = None
-        if self.accelerator.is_main_process:
-            evaluation = evaluate_tensors(self.config, self.inputs, tensors, self.accelerator.device)
-            row = {
-                "step": done,
-                "heldout_accept_length": evaluation.as_served.accept_length,
-                "heldout_accept_per_position": evaluation.as_served.accept_per_position,
-                "heldout_acc": evaluation.acc,
-            }
-            saving.append_metrics(self.metrics, row)
-            tracker.log(row, done)
-        self.accelerator.wait_for_everyone()
+        accelerator, settings = self.accelerator, self.config.evaluate
+        with whole_drafter(accelerator, self.model) as drafter:
+            chains = replay(
+                drafter, self.inputs.targets, self.inputs.heldout, settings.draft_steps, settings.batch_tokens,
+                share=(accelerator.process_index, accelerator.num_processes), quiet=True,
+            )  # fmt: skip
+        evaluation = summarize(dict(sorted(gather_object(list(chains.items())))), settings.draft_steps)
+        row = {
+            "step": done,
+            "heldout_accept_length": evaluation.as_served.accept_length,
+            "heldout_accept_per_position": evaluation.as_served.accept_per_position,
+            "heldout_acc": evaluation.acc,
+            "heldout_by_context": {name: part.accept_length for name, part in evaluation.by_context.items()},
+        }
+        self._log(row, tracker)
         return evaluation
 
     def _save(self, done: int, evaluation: Evaluation | None) -> None:
         folder, accelerator = self.config.training, self.accelerator
-        tensors = saving.full_drafter_tensors(accelerator, self.model)
-        tensors |= {"d2t": self.inputs.vocab.d2t, "t2d": self.inputs.vocab.t2d}
-        provenance = self.provenance | {
-            "accept_length": evaluation.as_served.model_dump(mode="json") if evaluation else None
-        }
-        saved = saving.save_checkpoint(accelerator, folder, done, tensors, self.inputs.spec, provenance, self.run_hash)
+        tensors = gather_weights(accelerator, self.model, self.prepared)
+        moments = gather_moments(accelerator, self.model, self.prepared)
         if accelerator.is_main_process:
+            tensors |= {"d2t": self.inputs.vocab.d2t, "t2d": self.inputs.vocab.t2d}
+            measured = evaluation.as_served.model_dump(mode="json") if evaluation else None
+            provenance = self.provenance | {"accept_length": measured}
+            saved = saving.save_checkpoint(folder, done, tensors, moments, self.inputs.spec, provenance, self.identity)
             if evaluation is not None:
                 saving.mark_best(folder, saved, evaluation.as_served.accept_length)
             saving.rotate(folder, self.settings.keep_checkpoints)
-
-
-def evaluate_tensors(config: RunConfig, inputs: Inputs, tensors: dict[str, Tensor], device: torch.device) -> Evaluation:
-    """Replay held-out conversations with these weights (served names) and summarise."""
-    assert inputs.heldout is not None
-    drafter = Drafter(inputs.spec, inputs.target.require("embedding").load().float())
-    drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items() if name not in ("d2t", "t2d")})
-    chains = replay(
-        drafter.to(device),
-        inputs.targets,
-        inputs.heldout,
-        config.evaluate.draft_steps,
-        config.evaluate.batch_tokens,
-        quiet=True,
-    )
-    return summarize(chains, config.evaluate.draft_steps)
+        accelerator.wait_for_everyone()

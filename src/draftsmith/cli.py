@@ -95,9 +95,17 @@ def harvest(config: Config, overrides: Overrides = None, split: SplitOption = "b
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None) -> None:
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(help="start from this drafter, in any form that can be converted, with its vocabulary"),
+    ] = None,
+) -> None:
     """Train the drafter in this process (several: accelerate launch -m draftsmith.train --config CONFIG)."""
-    run: RunConfig = load_config(config, overrides or [])
+    start = [f"train.init_from={init_from}"] if init_from else []
+    run: RunConfig = load_config(config, [*(overrides or []), *start])
     from draftsmith.train.trainer import train as run_verb
 
     run_verb(run)

@@ -67,13 +67,20 @@ def prepared(tmp_path_factory):
 @pytest.fixture
 def copy(prepared, tmp_path):
     """A function that gives a configuration file whose run is a private copy."""
+    return lambda name="copy": private_copy(prepared, tmp_path, name)
 
-    def make(name="copy"):
-        values = json.loads(prepared.read_text())
-        runs = tmp_path / name
-        shutil.copytree(values["runs"], runs)
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(json.dumps(values | {"runs": str(runs)}))
-        return file
 
-    return make
+@pytest.fixture(scope="module")
+def module_copy(prepared, tmp_path_factory):
+    """As `copy`, for fixtures that a module's tests share."""
+    return lambda name="copy": private_copy(prepared, tmp_path_factory.mktemp("module"), name)
+
+
+def private_copy(prepared, folder, name):
+    """A configuration file whose run is a copy of the prepared one in `folder`."""
+    values = json.loads(prepared.read_text())
+    runs = folder / name
+    shutil.copytree(values["runs"], runs)
+    file = folder / f"{name}.yaml"
+    file.write_text(json.dumps(values | {"runs": str(runs)}))
+    return file
