@@ -170,6 +170,11 @@ class TrainSection(Section):
         default=None,
         description="start from this drafter (any form that can be converted), with its dimensions and draft vocabulary",
     )
+    freeze_head: bool = Field(default=False, description="leave the draft head as it was initialised")
+    loss: Literal["soft_cross_entropy", "total_variation", "lk_alpha", "lk_lambda"] = Field(
+        default="soft_cross_entropy", description="lk_alpha and lk_lambda: LK losses, arXiv 2602.23881"
+    )
+    lk_eta: float = Field(default=3.0, ge=0.0, description="decay of lk_lambda's share of the divergence")
     epochs: int = Field(default=10, gt=0)
     batch_tokens: int = Field(default=4096, gt=0, description="tokens of one optimiser step over all processes")
     accumulation: int | None = Field(
@@ -186,7 +191,11 @@ class TrainSection(Section):
     grad_clip: float = Field(default=1.0, gt=0.0, description="largest global gradient norm")
     precision: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="of matrix products, weights staying float32; none: the launcher's, else bfloat16 on a GPU and float32 on a CPU",
+        description="of matrix products, what is trained staying float32; none: the launcher's, else bfloat16 on a GPU and float32 on a CPU",
+    )
+    float8: bool = Field(default=False, description="make the products of the layer and the head in float8")
+    recompute: bool = Field(
+        default=False, description="keep less for the backward pass: compute gate and up again there"
     )
     seed: int = 0
     prefetch: int = Field(default=2, gt=0, description="threads that read batches ahead, one step each")

@@ -286,7 +286,11 @@ def row(
     counted = flops(spec, tokens, tokens, tokens * (tokens + 1) // 2, steps)
     try:
         for label in ["forward_backward"] + (["optimizer_step"] if options.optimizer else []):
-            optimizer = MasterAdamW(unroll.parameters(), lr=1e-6, fused=True) if label == "optimizer_step" else None
+            optimizer = (
+                MasterAdamW(unroll.parameters(), torch.bfloat16, lr=1e-6, fused=True)
+                if label == "optimizer_step"
+                else None
+            )
             step = step_of(unroll, batch, optimizer)
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -321,7 +325,7 @@ def mix(options: argparse.Namespace, unroll: Unroll, float8: bool, peer: dict[st
     chance = np.random.default_rng(0)
     draws = chance.lognormal(math.log(700) - sigma**2 / 2, sigma, 4000)
     lengths = np.clip(draws, 32, 8192).astype(int).tolist()
-    optimizer = MasterAdamW(unroll.parameters(), lr=1e-6, fused=True)
+    optimizer = MasterAdamW(unroll.parameters(), torch.bfloat16, lr=1e-6, fused=True)
     batches, shares = [], []
     for number in range(4):
         chosen: list[int] = []

@@ -110,28 +110,6 @@ class Batch:
             None if self.table is None else move(self.table),
         )
 
-    def pin(self) -> Batch:
-        """The same in page-locked memory, from which copies to a GPU overlap with its work."""
-        return Batch(
-            self.taps.pin_memory(),
-            self.final.pin_memory(),
-            self.fed.pin_memory(),
-            self.queries.pin_memory(),
-            Segments(
-                self.segments.key_bounds, self.segments.query_bounds,
-                self.segments.rows.pin_memory(), self.segments.bounds.pin_memory(),
-            ),
-            [
-                StepRows(s.slots.pin_memory(), s.positions.pin_memory(), s.active.pin_memory(), s.labels.pin_memory())
-                for s in self.steps
-            ],
-            Lessons(
-                self.lessons.order.pin_memory(), self.lessons.taught.pin_memory(), self.lessons.place.pin_memory(),
-                self.lessons.bounds,
-            ),
-            None if self.table is None else self.table.pin_memory(),
-        )  # fmt: skip
-
 
 def supervised(generated: np.ndarray, turn: np.ndarray, step: int, rule: MaskRule = "aligned") -> np.ndarray:
     """Bool (T,): whether index t is supervised at `step`.

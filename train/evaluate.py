@@ -116,7 +116,9 @@ def replay(
     found: dict[int, Chains] = {}
     with meter("evaluate", sum(w.tokens for w in windows), "tokens", quiet=quiet) as progress:
         for group in _groups(windows, batch_tokens) if windows else []:
-            batch = pack([load_window(reader, ref, draft_steps) for ref in group], draft_steps).to(device)
+            windows_read = [load_window(reader, ref, draft_steps) for ref in group]
+            table = None if device.type == "cpu" else drafter.embedding
+            batch = pack(windows_read, draft_steps, embedding=table).to(device)
             right = draft_chains(drafter, targets.to(device), batch)
             _collect(group, batch, right, inside, draft_steps, found)
             progress.advance(sum(w.tokens for w in group))

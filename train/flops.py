@@ -21,6 +21,9 @@ DENSE_BF16 = {
 KEY_ROWS = ("k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """Projections that step 0 computes for every packed row and not for drafting rows only."""
 
+JOINED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+"""Projections whose left half multiplies embeddings, once for each token that is fed."""
+
 
 def step_flops(spec: DrafterSpec, windows: Sequence[Window], unroll_steps: int, rule: MaskRule = "aligned") -> int:
     """FLOPs that one forward and backward pass over `windows` needs: two a multiplication, nothing for elementwise work.
@@ -28,7 +31,7 @@ def step_flops(spec: DrafterSpec, windows: Sequence[Window], unroll_steps: int, 
     A matrix costs one forward product and two backward ones (fc's input needs no gradient), the teacher's head one.
     Rows that a step does not supervise count for nothing, whether or not they are computed.
     """
-    keys = first = later = taught = pairs = 0
+    keys = first = later = taught = pairs = fed = 0
     for window in windows:
         generated, turn = window.generated.numpy(), window.turn.numpy()
         masks = [supervised(generated, turn, step, rule)[: window.stop - window.start] for step in range(unroll_steps)]
@@ -36,6 +39,7 @@ def step_flops(spec: DrafterSpec, windows: Sequence[Window], unroll_steps: int, 
         if not len(rows[0]):
             continue
         keys += int(rows[0][-1]) + 1
+        fed += int(rows[0][-1]) + unroll_steps
         first += len(rows[0])
         later += sum(map(len, rows[1:]))
         taught += len(np.unique(np.concatenate([row + step for step, row in enumerate(rows)])))
@@ -46,7 +50,10 @@ def step_flops(spec: DrafterSpec, windows: Sequence[Window], unroll_steps: int, 
             continue
         part = name.split(".")[-2]
         count = keys if part == "fc" else keys + later if part in KEY_ROWS else first + later
-        total += 2 * prod(shape) * count * (2 if part == "fc" else 3)
+        if part in JOINED:
+            total += 3 * prod(shape) * (count + fed)
+        else:
+            total += 2 * prod(shape) * count * (2 if part == "fc" else 3)
     total += 2 * spec.draft_vocab_size * spec.target_hidden_size * taught
     mla = spec.mla
     width = 2 * spec.head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim

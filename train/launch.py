@@ -1,8 +1,8 @@
 """One Accelerator for every way of launching: one process, DDP, DeepSpeed; on GPUs with NCCL, on CPUs with gloo.
 
-Notable choices: weights are float32 under every back end and products run under torch's own autocast, so that DDP and
-each ZeRO stage compute what one process computes (DeepSpeed's bf16 mode would round weights, gradients and even RoPE's
-frequencies); accumulation and clipping come from the run's configuration, whatever the launcher's file says.
+Notable choices: what is trained is float32 under every back end (in the weights, or in masters beside 16-bit ones) and
+products run in the dtype of torch's own autocast, so that DDP and each ZeRO stage compute what one process computes
+(DeepSpeed's bf16 mode would round weights, gradients and even RoPE's frequencies); accumulation and clipping come from the run's configuration, whatever the launcher's file says.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import threading
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import TrainSection
+from draftsmith.train.masters import MasterAdamW
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LAUNCHED = {"no": "float32", "bf16": "bfloat16"}
@@ -34,14 +35,15 @@ def make_accelerator(settings: TrainSection) -> Accelerator:
     """
     launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     accumulation = settings.accumulation or (int(launched) if launched.isdigit() else 1)
+    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
     common: dict[str, Any] = {"mixed_precision": "no", "step_scheduler_with_optimizer": False}
     if torch.cuda.is_available():
-        accelerator = Accelerator(**common)
+        accelerator = Accelerator(kwargs_handlers=handlers, **common)
     elif os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         _no_compiled_communication()
-        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **common)
+        accelerator = Accelerator(kwargs_handlers=[*handlers, InitProcessGroupKwargs(backend="gloo")], **common)
     else:
-        accelerator = Accelerator(cpu=True, **common)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **common)
     accelerator.gradient_accumulation_steps = accumulation
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
@@ -74,13 +76,25 @@ def precision_of(settings: TrainSection) -> torch.dtype:
     return DTYPES[LAUNCHED[launched]]
 
 
-def prepare(
-    accelerator: Accelerator, unroll: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
-) -> tuple[Any, Any]:
-    """Hand module and optimiser to the back end; the module's forward runs its products in `dtype`."""
+def prepare(accelerator: Accelerator, unroll: nn.Module, dtype: torch.dtype, settings: TrainSection) -> tuple[Any, Any]:
+    """Hand module and AdamW to the back end; the module's forward runs its products in `dtype`.
+
+    On a GPU without DeepSpeed, matrices are kept in `dtype` and their float32 masters in the optimiser.
+    """
+    cuda = accelerator.device.type == "cuda"
+    unroll.to(accelerator.device)
+    options = {
+        "lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay, "fused": cuda,
+    }  # fmt: skip
+    trained = [parameter for parameter in unroll.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer
     if dtype is not torch.float32:
         unroll.forward = torch.autocast(accelerator.device.type, dtype)(unroll.forward)
-    model, prepared = accelerator.prepare(unroll.to(accelerator.device), optimizer)
+    if dtype is not torch.float32 and cuda and accelerator.state.deepspeed_plugin is None:
+        optimizer = MasterAdamW(trained, dtype, **options)
+    else:
+        optimizer = torch.optim.AdamW(trained, **options)
+    model, prepared = accelerator.prepare(unroll, optimizer)
     return model, prepared
 
 

@@ -48,6 +48,7 @@ class Loader:
     Args:
         windows: as `plan_windows` cuts them, none longer than the token budget of a step.
         pin: put batches into page-locked memory, from which copies to a GPU overlap with its work.
+        embedding: (V, hidden): batches carry the rows that they need, since the device does not hold it.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Loader:
         processes: int,
         accumulation: int,
         pin: bool = False,
+        embedding: Tensor | None = None,
     ) -> None:
-        self.reader, self.settings, self.spec, self.pin = reader, settings, spec, pin
+        self.reader, self.settings, self.spec, self.pin, self.embedding = reader, settings, spec, pin, embedding
         self.rank, self.processes, self.accumulation = rank, processes, accumulation
         self.plan = [
             (epoch, batch)
@@ -122,7 +124,7 @@ class Loader:
         """The packed batch and its counted work."""
         steps, rule = self.settings.unroll_steps, self.settings.mask
         windows = [load_window(self.reader, ref, steps) for ref in refs]
-        batch = pack(windows, steps, rule)
+        batch = pack(windows, steps, rule, self.embedding)
         flops = step_flops(self.spec, windows, steps, rule)
         return each_tensor(batch, Tensor.pin_memory) if self.pin else batch, flops
 

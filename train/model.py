@@ -1,8 +1,8 @@
 """The EAGLE-3 drafter: one decoder layer over the fused taps and the token embedding. Tensor names are the served ones.
 
 Notable choices: the residual is the un-normed hidden state and the embedding comes first in the concatenation, as
-SGLang and vLLM compute it; the target's embedding is a buffer outside the state dict, so that a checkpoint can never
-hold a stale copy; modules work on rows (n, ...) without a batch dimension, since training packs conversations.
+SGLang and vLLM compute it; the target's embedding is no part of the module, so that a checkpoint can never hold a stale
+copy and a GPU need not hold all of it; modules work on rows (n, ...) without a batch dimension, since training packs conversations.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class Drafter(nn.Module):
 
     Args:
         spec: dimensions; parameters are float32 and named as `spec.trainable_shapes()`.
-        embedding: the target's token embedding (V, hidden_size), frozen.
+        embedding: the target's token embedding (V, hidden_size), frozen. It is no part of the module: it stays where it is,
+            and batches for a GPU bring the rows that they need.
     """
 
-    embedding: Tensor
     frequencies: Tensor
 
     def __init__(self, spec: DrafterSpec, embedding: Tensor) -> None:
@@ -103,7 +103,7 @@ class Drafter(nn.Module):
         self.midlayer = DecoderLayer(spec)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
-        self.register_buffer("embedding", embedding, persistent=False)
+        self.embedding = embedding
         frequencies, self.rope_factor = inverse_frequencies(spec)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
@@ -127,7 +127,7 @@ class Drafter(nn.Module):
         hidden = bank.linear(self.fc, self.input_norm(joined) if self.spec.norm_before_fc else joined)
         attention, weight = self.midlayer.self_attn, self.midlayer.input_layernorm.weight
         modules = [getattr(attention, name) for name in attention.reads_input]
-        table = self.embedding if table is None else table
+        table = self.embedding.to(taps.device) if table is None else table
         return hidden, Cache(bank, Fed(bank, modules, weight, self.spec.rms_norm_eps, table, fed, hidden.dtype), steps)
 
     def step(

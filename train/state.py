@@ -27,9 +27,7 @@ def drafter_of(accelerator: Accelerator, model: Any) -> Drafter:
 def gather_weights(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Served name -> whole float32 tensor on the host; a collective call, empty on all processes but the first."""
     masters = _masters(optimizer)
-    return _gather(
-        accelerator, model, lambda parameter: _whole(masters[parameter] if parameter in masters else parameter)
-    )
+    return _gather(accelerator, model, lambda parameter: _whole(masters.get(parameter, parameter)))
 
 
 def gather_moments(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -38,7 +36,7 @@ def gather_moments(accelerator: Accelerator, model: Any, optimizer: Any) -> dict
     masters = _masters(optimizer)
     for key in MOMENTS:
         part = _gather(
-            accelerator, model, lambda own, key=key: _moment(optimizer, masters[own] if own in masters else own, key)
+            accelerator, model, lambda own, key=key: _moment(optimizer, masters.get(own, own), key), trained=True
         )
         found |= {f"{key}/{name}": tensor for name, tensor in part.items()}
     return found
@@ -48,7 +46,7 @@ def restore_moments(
     accelerator: Accelerator, model: Any, optimizer: Any, moments: Mapping[str, Tensor], step: int
 ) -> None:
     """Put gathered moments into a fresh optimiser that counts `step` steps; weights go in before it is made."""
-    parameters = dict(drafter_of(accelerator, model).named_parameters())
+    parameters = {n: p for n, p in drafter_of(accelerator, model).named_parameters() if p.requires_grad}
     masters = _masters(optimizer)
     wrapper = optimizer.optimizer
     base = getattr(wrapper, "optimizer", wrapper)  # ZeRO wraps the optimiser that was given
@@ -94,16 +92,19 @@ def _masters(optimizer: Any) -> dict[Any, Any]:
     return dict(zip(getattr(inner, "weights", ()), getattr(inner, "masters", ()), strict=True))
 
 
-def _gather(accelerator: Accelerator, model: Any, read: Any) -> dict[str, Tensor]:
+def _gather(accelerator: Accelerator, model: Any, read: Any, *, trained: bool = False) -> dict[str, Tensor]:
+    """What `read` gives for every parameter; `trained`: for those that are not frozen."""
     found = {}
     for name, parameter in drafter_of(accelerator, model).named_parameters():
+        if trained and not parameter.requires_grad:
+            continue
         tensor = read(parameter)
         if accelerator.is_main_process:
             found[name] = tensor.detach().float().cpu().contiguous()
     return found
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
+def _whole(parameter: Any) -> Tensor:
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -111,7 +112,7 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     return parameter.data
 
 
-def _moment(optimizer: Any, parameter: nn.Parameter, key: str) -> Tensor:
+def _moment(optimizer: Any, parameter: Any, key: str) -> Tensor:
     if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
         from deepspeed.utils import safe_get_full_optimizer_state
 

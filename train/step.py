@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftsmith.configs.schema import TrainSection
 from draftsmith.train.loader import Share
+from draftsmith.train.masters import MasterAdamW
 from draftsmith.train.unroll import StepResult, loss_coefficients
 
 
@@ -79,7 +80,7 @@ class Optimiser:
                 if batch is not None:
                     _add(sums, results)
                 if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+                    norm = self._clip()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         if norm is None:  # DeepSpeed clips by itself
@@ -87,6 +88,12 @@ class Optimiser:
         self._norms.append(norm.detach() if isinstance(norm, Tensor) else float(norm or 0.0))
         self._sums.append(sums)
         self._counts.append(share.counts)
+
+    def _clip(self) -> Any:
+        inner = self.optimizer.optimizer
+        if isinstance(inner, MasterAdamW):
+            return inner.clip(self.settings.grad_clip)
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
 
     def figures(self) -> Figures:
         """Read and forget what the steps since the last call added up; a collective call."""

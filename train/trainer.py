@@ -30,6 +30,7 @@ from draftsmith.train.inputs import Inputs, read_inputs
 from draftsmith.train.launch import make_accelerator, precision_of, prepare
 from draftsmith.train.loader import Loader, same_everywhere
 from draftsmith.train.lock import run_lock
+from draftsmith.train.loss import Objective
 from draftsmith.train.metrics import append_metrics, read_metrics, truncate_metrics
 from draftsmith.train.plan import plan_windows
 from draftsmith.train.report import write_report
@@ -82,18 +83,14 @@ def train(config: RunConfig) -> Path:
         if newest is not None:
             _, tensors, _ = saving.read_drafter(newest)
             drafter.load_state_dict({name: t.float() for name, t in tensors.items() if name not in ("d2t", "t2d")})
+        drafter.lm_head.requires_grad_(not settings.freeze_head)
         unroll = Unroll(
-            drafter, head[inputs.targets].float(), inputs.targets, keep_outside=settings.out_of_vocabulary == "keep"
-        )
+            drafter, head[inputs.targets].to(dtype), inputs.targets,
+            keep_outside=settings.out_of_vocabulary == "keep", objective=Objective(settings.loss, settings.lk_eta),
+            float8=settings.float8, recompute=settings.recompute,
+        )  # fmt: skip
         del head
-        optimizer = torch.optim.AdamW(
-            unroll.parameters(),
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=torch.cuda.is_available(),
-        )
-        model, prepared = prepare(accelerator, unroll, optimizer, dtype)
+        model, prepared = prepare(accelerator, unroll, dtype, settings)
         if newest is not None:
             restore_moments(accelerator, model, prepared, saving.read_moments(newest), first)
         longest = min(settings.max_length, settings.batch_tokens)
@@ -102,6 +99,7 @@ def train(config: RunConfig) -> Path:
             inputs.train, windows, settings, inputs.spec,
             rank=accelerator.process_index, processes=accelerator.num_processes,
             accumulation=accelerator.gradient_accumulation_steps, pin=accelerator.device.type == "cuda",
+            embedding=embedding.to(dtype) if accelerator.device.type == "cuda" else None,
         )  # fmt: skip
         if not same_everywhere(accelerator, loader.mark()):
             raise DraftsmithError(
