@@ -27,9 +27,7 @@ def drafter_of(accelerator: Accelerator, model: Any) -> Drafter:
 def gather_weights(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Served name -> whole float32 tensor on the host; a collective call, empty on all processes but the first."""
     masters = _masters(optimizer)
-    return _gather(
-        accelerator, model, lambda parameter: _whole(masters[parameter] if parameter in masters else parameter)
-    )
+    return _gather(accelerator, model, lambda parameter: _whole(_master(masters, parameter)))
 
 
 def gather_moments(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -37,9 +35,7 @@ def gather_moments(accelerator: Accelerator, model: Any, optimizer: Any) -> dict
     found: dict[str, Tensor] = {}
     masters = _masters(optimizer)
     for key in MOMENTS:
-        part = _gather(
-            accelerator, model, lambda own, key=key: _moment(optimizer, masters[own] if own in masters else own, key)
-        )
+        part = _gather(accelerator, model, lambda own, key=key: _moment(optimizer, _master(masters, own), key))
         found |= {f"{key}/{name}": tensor for name, tensor in part.items()}
     return found
 
@@ -53,7 +49,7 @@ def restore_moments(
     wrapper = optimizer.optimizer
     base = getattr(wrapper, "optimizer", wrapper)  # ZeRO wraps the optimiser that was given
     if base is wrapper:
-        holders = [masters.get(parameter, parameter) for parameter in parameters.values()]
+        holders = [_master(masters, parameter) for parameter in parameters.values()]
     elif hasattr(wrapper, "single_partition_of_fp32_groups"):
         holders = list(wrapper.single_partition_of_fp32_groups)
     else:
@@ -71,7 +67,7 @@ def restore_moments(
             elif hasattr(parameter, "_hp_mapping"):
                 _set_zero2(wrapper, base, parameter, value, key)
             else:
-                base.state[masters.get(parameter, parameter)][key].copy_(value)
+                base.state[_master(masters, parameter)][key].copy_(value)
 
 
 @contextmanager
@@ -92,6 +88,10 @@ def _masters(optimizer: Any) -> dict[Any, Any]:
     """Parameter -> its float32 master, for an optimiser that keeps `weights` in 16 bits and `masters` beside them."""
     inner = optimizer.optimizer
     return dict(zip(getattr(inner, "weights", ()), getattr(inner, "masters", ()), strict=True))
+
+
+def _master(masters: dict[Any, Any], parameter: nn.Parameter) -> Any:
+    return masters.get(parameter, parameter)
 
 
 def _gather(accelerator: Accelerator, model: Any, read: Any) -> dict[str, Tensor]:
