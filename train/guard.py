@@ -32,7 +32,9 @@ class TeacherReport:
     sampled_positions: int
 
 
-def check_teacher(reader: HarvestReader, head: Tensor, norm: Tensor, eps: float, threshold: float) -> TeacherReport:
+def check_teacher(
+    reader: HarvestReader, head: Tensor, norm: Tensor, eps: float, threshold: float, device: torch.device | None = None
+) -> TeacherReport:
     """Check a spread of conversations.
 
     Args:
@@ -41,11 +43,12 @@ def check_teacher(reader: HarvestReader, head: Tensor, norm: Tensor, eps: float,
         norm: (H,), weight of the target's final norm, used only to name the cause of a failure.
         eps: of that norm.
         threshold: least agreement on greedy text.
+        device: where the head's products are made; none: where the head lies.
 
     Raises:
         DraftsmithError: below the threshold, with the agreement under the likely causes.
     """
-    sample = _sample(reader)
+    sample, head = _sample(reader), head.to(device or head.device).float()
     hits = positions = 0
     gap_sum = sampled = 0.0
     for conversation in sample:
@@ -102,16 +105,14 @@ def _rows(conversation: HarvestedConversation) -> Tensor:
 
 
 def _choose(final: Tensor, head: Tensor) -> Tensor:
-    return (
-        torch.cat([(part.float() @ head.float().t()).argmax(-1) for part in final.split(512)])
-        if len(final)
-        else torch.empty(0)
-    )
+    """The head's most likely token at each row of `final`, on the host."""
+    parts = [(part.to(head.device).float() @ head.t()).argmax(-1).cpu() for part in final.split(512)]
+    return torch.cat(parts) if len(final) else torch.empty(0)
 
 
 def _logprob(final: Tensor, head: Tensor, ids: Tensor) -> float:
     parts = [
-        torch.log_softmax(part.float() @ head.float().t(), -1).gather(1, chosen[:, None])
+        torch.log_softmax(part.to(head.device).float() @ head.t(), -1).gather(1, chosen[:, None].to(head.device))
         for part, chosen in zip(final.split(512), ids.split(512), strict=True)
     ]
     return float(torch.cat(parts).mean())

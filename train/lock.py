@@ -17,7 +17,7 @@ PATIENCE = 10.0
 
 
 @contextmanager
-def run_lock(folder: Path, *, patience: float = PATIENCE) -> Iterator[None]:
+def run_lock(folder: Path, *, patience: float | None = None) -> Iterator[None]:
     """Hold `folder/run.lock` while a run writes there.
 
     Raises:
@@ -27,7 +27,7 @@ def run_lock(folder: Path, *, patience: float = PATIENCE) -> Iterator[None]:
     file = folder / "run.lock"
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + (PATIENCE if patience is None else patience)
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object, set_seed
 from draftsmith.configs.console import closing, console, meter
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig
+from draftsmith.configs.target import read_target
 from draftsmith.train import checkpoint as saving
 from draftsmith.train.evaluate import Evaluation, replay, summarize
 from draftsmith.train.flops import peak_flops
@@ -61,12 +62,13 @@ def train(config: RunConfig) -> Path:
     """
     settings, folder = config.train, config.training
     dtype = precision_of(settings)
+    read_target(config.target.path)  # before anything costs time
     accelerator = make_accelerator(settings)
     damaged = damaged_shards(accelerator, config.store("train"), settings, folder)
     inputs = read_inputs(config, without=damaged)
     head = inputs.target.require("head").load()
     norm, eps = inputs.target.require("final_norm").load(), inputs.target.rms_norm_eps
-    teacher = check_teacher(inputs.train, head, norm, eps, settings.guard_threshold)
+    teacher = check_teacher(inputs.train, head, norm, eps, settings.guard_threshold, accelerator.device)
     provenance = inputs.provenance(config)
     with run_lock(folder) if accelerator.is_main_process else nullcontext():
         accelerator.wait_for_everyone()
