@@ -1,12 +1,17 @@
-"""The store of harvested hidden states: what is on disk, and reading one conversation of it at a time.
+"""The store of harvested hidden states: what is on disk, and reading rows of it.
 
-    manifest.json                        provenance and the list of shards; written after every shard, last
-    shard-00000-00012.safetensors        (rank, number)
-        input_ids int32 (T,)   generated bool (T,)   offsets int64 (n+1,)   argmax int32 (T,)
-        taps bf16 (T, K, H)    the residual stream entering layer k, for each tap k
-        final bf16 (T, H)      after the final norm: the input of the target's head
+    manifest.json              provenance and the list of shards
+    shard-00012.safetensors    T tokens of n whole conversations
+        input_ids int32 (T,)   generated bool (T,)   offsets int64 (n+1,)
+        argmax int32 (T,)      the target's most likely next token where it wrote the next one, -1 elsewhere
+        codec bfloat16:        taps bf16 (T, K, H), the residual stream entering layer k, for each tap k;
+                               final bf16 (T, H), after the final norm: the input of the target's head
+        codec fp8:             taps float8_e4m3fn (T, K, H), taps_scale float32 (T, K);
+                               final int8 (T, H), final_scale bf16 (T, H/32)
 
-T counts the tokens of all conversations of a shard; no padding is stored.
+No padding is stored. While a store is being written, its manifest lists no shard and every finished shard has a record
+of its own, shard-00012.json; the finished manifest, written last, takes their place. Shards and their bytes do not
+depend on how many processes wrote them.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,11 +30,18 @@ from safetensors import safe_open
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json, sha256_file
 from draftsmith.configs.target import read_header
+from draftsmith.data.codec import Codec, decode, layout
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-DTYPES = {"input_ids": "I32", "generated": "BOOL", "offsets": "I64", "taps": "BF16", "final": "BF16", "argmax": "I32"}
-"""Every tensor of a shard and its safetensors dtype."""
+RECORDS = "shard-*.json"
+"""What says that a shard of an unfinished store is whole."""
+
+TOKENS = {"input_ids": "I32", "generated": "BOOL", "argmax": "I32"}
+"""Tensors with one value a token, and their safetensors dtypes."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class StoredConversation(BaseModel):
@@ -66,7 +78,7 @@ class Provenance(BaseModel):
     hidden_size: int
     vocab_size: int
     computed_in: str = Field(description="dtype of the target while harvesting")
-    stored_in: Literal["bfloat16"] = "bfloat16"
+    stored_in: Codec = Field(default="bfloat16", description="codec of the states")
     source: str = Field(description="sha256 of the conversations file")
     planned: int = Field(description="conversations of the finished store")
     max_length: int = Field(description="conversations were cut here")
@@ -94,14 +106,15 @@ class StoreManifest(Provenance):
 
 @dataclass(frozen=True)
 class HarvestedConversation:
-    """One conversation's tokens and states.
+    """Tokens and states of one conversation, or of some of its rows.
 
     Attributes:
         input_ids: int64 (T,).
         generated: bool (T,), True where the target wrote the token.
         taps: bf16 (T, K, H), the residual stream entering each tapped layer.
         final: bf16 (T, H), the input of the target's head.
-        argmax: int64 (T,), the target's most likely next token at each position.
+        argmax: int64 (T,), the target's most likely next token where it wrote the next one (greedy text: that token),
+            -1 elsewhere.
     """
 
     id: str
@@ -131,14 +144,25 @@ def read_manifest(path: Path) -> StoreManifest:
             expected=SCHEMA_VERSION,
             mend=f"rm -r {path}; {mend}",
         )
+    manifest = _fitting(StoreManifest, content, file, f"rm -r {path}; {mend}")
+    if manifest.complete:
+        return manifest
+    shards = [
+        _fitting(Shard, read_json(record, what="the record of a shard"), record, f"rm {record}; {mend}")
+        for record in sorted(path.glob(RECORDS))
+    ]
+    return manifest.model_copy(update={"shards": (*manifest.shards, *shards)})
+
+
+def _fitting(model: type[Model], content: dict[str, Any], file: Path, mend: str) -> Model:
     try:
-        return StoreManifest.model_validate(content)
+        return model.model_validate(content)
     except ValidationError as error:
         fault = error.errors()[0]
         raise DraftsmithError(
-            f"the store's manifest does not fit: {'.'.join(map(str, fault['loc']))}: {fault['msg']}",
+            f"{file.name} does not fit a store: {'.'.join(map(str, fault['loc']))}: {fault['msg']}",
             where=file,
-            mend=f"rm -r {path}; {mend}",
+            mend=mend,
         ) from None
 
 
@@ -185,16 +209,24 @@ class HarvestReader:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> HarvestedConversation:
+        return self.window(index)
+
+    def window(self, index: int, start: int = 0, stop: int | None = None) -> HarvestedConversation:
+        """Rows [start, stop) of a conversation; only these are read."""
         index = range(len(self))[index]
-        handle, start, end = self._locate(index)
-        conversation = self._conversations[index]
+        handle, first, last = self._locate(index)
+        rows = range(first, last)[start:stop]
+        here = slice(rows.start, rows.stop)
+        conversation, codec = self._conversations[index], self.manifest.stored_in
+        names = layout(codec, len(self.manifest.taps), self.manifest.hidden_size)
+        taps, final = decode(codec, {name: handle.get_slice(name)[here] for name in names})
         return HarvestedConversation(
             id=conversation.id,
-            input_ids=handle.get_slice("input_ids")[start:end].long(),
-            generated=handle.get_slice("generated")[start:end],
-            taps=handle.get_slice("taps")[start:end],
-            final=handle.get_slice("final")[start:end],
-            argmax=handle.get_slice("argmax")[start:end].long(),
+            input_ids=handle.get_slice("input_ids")[here].long(),
+            generated=handle.get_slice("generated")[here],
+            taps=taps,
+            final=final,
+            argmax=handle.get_slice("argmax")[here].long(),
             greedy=conversation.greedy,
             mean_logprob=conversation.mean_logprob,
         )
@@ -207,21 +239,6 @@ class HarvestReader:
         index = range(len(self))[index]
         handle, start, end = self._locate(index)
         return handle.get_slice("input_ids")[start:end].long(), handle.get_slice("generated")[start:end]
-
-    def agreement(self) -> float | None:
-        """Share of greedily generated tokens that equal the argmax one position earlier; None if nothing was greedy.
-
-        Rounding moves near-ties, so that it is a little below 1; a shift, a wrong layer or a wrong norm ruins it.
-        """
-        same = total = 0
-        for index, conversation in enumerate(self._conversations):
-            if conversation.greedy:
-                handle, start, end = self._locate(index)
-                ids, generated = self.tokens(index)
-                guess = handle.get_slice("argmax")[start:end].long()
-                same += int(((guess[:-1] == ids[1:]) & generated[1:]).sum())
-                total += int(generated[1:].sum())
-        return same / total if total else None
 
     def verify(self) -> None:
         """Compare every shard's bytes with its recorded SHA-256.
@@ -271,19 +288,18 @@ def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:
             mend=mend,
         )
     header = read_header(file)
-    rows, taps, hidden = shard.tokens, len(provenance.taps), provenance.hidden_size
-    shapes = {name: [rows] for name in DTYPES} | {
-        "offsets": [len(shard.conversations) + 1],
-        "taps": [rows, taps, hidden],
-        "final": [rows, hidden],
-    }
-    for name, dtype in DTYPES.items():
+    rows = shard.tokens
+    expectation: dict[str, tuple[str, list[int]]] = {name: (code, [rows]) for name, code in TOKENS.items()}
+    expectation["offsets"] = ("I64", [len(shard.conversations) + 1])
+    for name, stored in layout(provenance.stored_in, len(provenance.taps), provenance.hidden_size).items():
+        expectation[name] = (stored.code, [rows, *stored.shape])
+    for name, expected in expectation.items():
         found = (header[name]["dtype"], header[name]["shape"]) if name in header else None
-        if found != (dtype, shapes[name]):
+        if found != expected:
             raise DraftsmithError(
                 f"tensor {name} of a shard does not fit the manifest",
                 where=file,
                 found=found or "no such tensor",
-                expected=(dtype, shapes[name]),
+                expected=expected,
                 mend=mend,
             )
