@@ -214,22 +214,41 @@ class HarvestReader:
     def window(self, index: int, start: int = 0, stop: int | None = None) -> HarvestedConversation:
         """Rows [start, stop) of a conversation; only these are read."""
         index = range(len(self))[index]
-        handle, first, last = self._locate(index)
-        rows = range(first, last)[start:stop]
-        here = slice(rows.start, rows.stop)
-        conversation, codec = self._conversations[index], self.manifest.stored_in
-        names = layout(codec, len(self.manifest.taps), self.manifest.hidden_size)
-        taps, final = decode(codec, {name: handle.get_slice(name)[here] for name in names})
+        conversation = self._conversations[index]
+        tokens, states = self.stored(index, start, stop)
+        taps, final = decode(self.manifest.stored_in, states)
         return HarvestedConversation(
             id=conversation.id,
-            input_ids=handle.get_slice("input_ids")[here].long(),
-            generated=handle.get_slice("generated")[here],
+            input_ids=tokens["input_ids"].long(),
+            generated=tokens["generated"],
             taps=taps,
             final=final,
-            argmax=handle.get_slice("argmax")[here].long(),
+            argmax=tokens["argmax"].long(),
             greedy=conversation.greedy,
             mean_logprob=conversation.mean_logprob,
         )
+
+    def stored(
+        self, index: int, start: int = 0, stop: int | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Rows [start, stop) as they lie on disk: the tensors of tokens, and those of the codec."""
+        handle, first, last = self._locate(range(len(self))[index])
+        rows = range(first, last)[start:stop]
+        here = slice(rows.start, rows.stop)
+        states = layout(self.manifest.stored_in, len(self.manifest.taps), self.manifest.hidden_size)
+        return (
+            {name: handle.get_slice(name)[here] for name in TOKENS},
+            {name: handle.get_slice(name)[here] for name in states},
+        )
+
+    def about(self, index: int) -> StoredConversation:
+        """What the manifest says of a conversation."""
+        return self._conversations[index]
+
+    def shard_tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids int32 (T,) and generated bool (T,) of a whole shard."""
+        with safe_open(self.path / self.manifest.shards[number].file, framework="pt") as handle:
+            return handle.get_tensor("input_ids"), handle.get_tensor("generated")
 
     def __iter__(self) -> Iterator[HarvestedConversation]:
         return (self[index] for index in range(len(self)))

@@ -13,7 +13,7 @@ import itertools
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +113,13 @@ def summary_file(config: RunConfig, split: Split) -> Path:
     return config.conversations(split).with_suffix(".summary.json")
 
 
-def finished_conversations(config: RunConfig, split: Split) -> ConversationFile:
+def finished_conversations(
+    config: RunConfig, split: Split, each: Callable[[Conversation], None] | None = None
+) -> ConversationFile:
     """Every conversation of a split, checked to be complete and to come from the configured target.
+
+    Args:
+        each: called with every conversation as it is checked, so that one reading of the file is enough.
 
     Raises:
         DraftsmithError: missing or unfinished file, or another target.
@@ -136,6 +141,8 @@ def finished_conversations(config: RunConfig, split: Split) -> ConversationFile:
                 expected=f"{mark} (the fingerprint of {config.target.path})",
                 mend=f"point target.path at that target, or: rm {path} {summary_path}; {mend}",
             )
+        if each is not None:
+            each(conversation)
 
     conversations = ConversationFile(path, check)
     if not len(conversations):

@@ -22,12 +22,12 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import accelerate  # noqa: E402, F401
-import torch  # noqa: E402
-import transformers  # noqa: E402, F401
+import accelerate  # noqa: F401
+import torch
+import transformers  # noqa: F401
 
-from draftsmith.configs.schema import RunConfig, load_config  # noqa: E402
-from draftsmith.data import decode, harvest, synthesize  # noqa: E402, F401
+from draftsmith.configs.schema import RunConfig, load_config
+from draftsmith.data import decode, harvest, synthesize  # noqa: F401
 
 
 def start(config: RunConfig, verbs: list[str], ranks: int) -> list[int]:
