@@ -216,6 +216,11 @@ def _report(config: RunConfig, split: Split, work: _Work) -> None:
             f"the target's argmax agrees with {work.agreement:.2%} of the tokens that it wrote (a sample)",
             highlight=False,
         )
+        if work.agreement < config.train.guard_threshold:
+            warn(
+                "that is below train.guard_threshold: the text is not this target's, or its states are wrong; "
+                f"look closer: draftsmith store check {path} --target {config.target.path}"
+            )
     size = sum(shard.bytes for shard in manifest.shards)
     closing(
         f"{path}: {len(manifest.stored):,} conversations, {manifest.tokens:,} tokens, "
