@@ -137,6 +137,10 @@ class HarvestSection(Section):
         default=None, gt=0, description="conversations are cut here; none: the target's context"
     )
     shard_tokens: int = Field(default=262_144, gt=0, description="tokens in one shard file")
+    location: str | None = Field(
+        default=None,
+        description="URL that fsspec knows (s3://BUCKET/PREFIX): shards go there, a folder a split; the run keeps the manifest",
+    )
     codec: Literal["bf16", "fp8"] = Field(
         default="bf16", description="how states are stored; fp8 halves the disk and errs by about 2 % of a tap's values"
     )

@@ -62,6 +62,7 @@ def harvest(config: RunConfig, split: Split) -> Path:
         planned=len(conversations),
         max_length=longest,
         shard_tokens=config.harvest.shard_tokens,
+        location=None if config.harvest.location is None else f"{config.harvest.location.rstrip('/')}/{split}",
     )
     work = _Work(config, target, provenance, conversations, rank)
     with _open_store(path, provenance, rank) as (writer, left):

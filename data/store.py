@@ -16,8 +16,10 @@ depend on how many processes wrote them.
 
 from __future__ import annotations
 
+import tempfile
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -31,6 +33,7 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json, sha256_file
 from draftsmith.configs.target import read_header
 from draftsmith.data.codec import Codec, decode, layout
+from draftsmith.data.remote_shards import RemoteFolder, RemoteShard
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -83,6 +86,7 @@ class Provenance(BaseModel):
     planned: int = Field(description="conversations of the finished store")
     max_length: int = Field(description="conversations were cut here")
     shard_tokens: int
+    location: str | None = Field(default=None, description="URL of the folder that holds the shards; none: this one")
 
 
 class StoreManifest(Provenance):
@@ -191,8 +195,7 @@ class HarvestReader:
                 expected=f"{self.manifest.planned:,}",
                 mend="draftsmith harvest CONFIG (it goes on where it stopped)",
             )
-        for shard in self.manifest.shards:
-            check_shard(self.path, shard, self.manifest)
+        check_shards(self.path, self.manifest.shards, self.manifest)
         conversations = self.manifest.stored
         self.ids = [conversation.id for conversation in conversations]
         self.lengths = [conversation.length for conversation in conversations]
@@ -203,7 +206,7 @@ class HarvestReader:
             for shard in self.manifest.shards
             for start in list(accumulate((one.length for one in shard.conversations), initial=0))[:-1]
         ]
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, _LocalShard | RemoteShard] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -232,14 +235,11 @@ class HarvestReader:
         self, index: int, start: int = 0, stop: int | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Rows [start, stop) as they lie on disk: the tensors of tokens, and those of the codec."""
-        handle, first, last = self._locate(range(len(self))[index])
+        shard, first, last = self._locate(range(len(self))[index])
         rows = range(first, last)[start:stop]
         here = slice(rows.start, rows.stop)
         states = layout(self.manifest.stored_in, len(self.manifest.taps), self.manifest.hidden_size)
-        return (
-            {name: handle.get_slice(name)[here] for name in TOKENS},
-            {name: handle.get_slice(name)[here] for name in states},
-        )
+        return shard.rows(list(TOKENS), here), shard.rows(list(states), here)
 
     def about(self, index: int) -> StoredConversation:
         """What the manifest says of a conversation."""
@@ -247,8 +247,19 @@ class HarvestReader:
 
     def shard_tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int32 (T,) and generated bool (T,) of a whole shard."""
-        with safe_open(self.path / self.manifest.shards[number].file, framework="pt") as handle:
-            return handle.get_tensor("input_ids"), handle.get_tensor("generated")
+        rows = self._open(number).rows(["input_ids", "generated"], slice(0, self.manifest.shards[number].tokens))
+        return rows["input_ids"], rows["generated"]
+
+    @contextmanager
+    def shard_file(self, number: int) -> Iterator[Path]:
+        """A shard as a local file; one that lies on shared storage is fetched for as long as the context lasts."""
+        name = self.manifest.shards[number].file
+        if self.manifest.location is None:
+            yield self.path / name
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            RemoteFolder(self.manifest.location).get(name, Path(folder) / name)
+            yield Path(folder) / name
 
     def __iter__(self) -> Iterator[HarvestedConversation]:
         return (self[index] for index in range(len(self)))
@@ -256,8 +267,9 @@ class HarvestReader:
     def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int64 (T,) and generated bool (T,) of a conversation, without its states."""
         index = range(len(self))[index]
-        handle, start, end = self._locate(index)
-        return handle.get_slice("input_ids")[start:end].long(), handle.get_slice("generated")[start:end]
+        shard, start, end = self._locate(index)
+        rows = shard.rows(["input_ids", "generated"], slice(start, end))
+        return rows["input_ids"].long(), rows["generated"]
 
     def verify(self) -> None:
         """Compare every shard's bytes with its recorded SHA-256.
@@ -265,8 +277,9 @@ class HarvestReader:
         Raises:
             DraftsmithError: a shard whose bytes have changed.
         """
-        for shard in self.manifest.shards:
-            found = sha256_file(self.path / shard.file)
+        for number, shard in enumerate(self.manifest.shards):
+            with self.shard_file(number) as file:
+                found = sha256_file(file)
             if found != shard.sha256:
                 raise DraftsmithError(
                     "a shard's bytes have changed since it was written",
@@ -280,12 +293,47 @@ class HarvestReader:
         """Open files stay behind when a reader is sent to a worker process."""
         return self.__dict__ | {"_handles": {}}
 
-    def _locate(self, index: int) -> tuple[Any, int, int]:
+    def _locate(self, index: int) -> tuple[_LocalShard | RemoteShard, int, int]:
         number = bisect_right(self._firsts, index) - 1
-        if number not in self._handles:
-            self._handles[number] = safe_open(self.path / self.manifest.shards[number].file, framework="pt")
         start = self._starts[index]
-        return self._handles[number], start, start + self.lengths[index]
+        return self._open(number), start, start + self.lengths[index]
+
+    def _open(self, number: int) -> _LocalShard | RemoteShard:
+        if number not in self._handles:
+            name, location = self.manifest.shards[number].file, self.manifest.location
+            self._handles[number] = (
+                _LocalShard(self.path / name) if location is None else RemoteShard(RemoteFolder(location), name)
+            )
+        return self._handles[number]
+
+
+class _LocalShard:
+    """A shard's file, mapped into memory."""
+
+    def __init__(self, file: Path) -> None:
+        self._handle = safe_open(file, framework="pt")
+
+    def rows(self, names: Sequence[str], here: slice) -> dict[str, torch.Tensor]:
+        """Rows of several tensors."""
+        return {name: self._handle.get_slice(name)[here] for name in names}
+
+
+def check_shards(folder: Path, shards: Sequence[Shard], provenance: Provenance) -> None:
+    """`check_shard` for each; of shards on shared storage the sizes are compared, by one listing."""
+    if provenance.location is None:
+        for shard in shards:
+            check_shard(folder, shard, provenance)
+        return
+    sizes = RemoteFolder(provenance.location).sizes() if shards else {}
+    for shard in shards:
+        if sizes.get(shard.file) != shard.bytes:
+            raise DraftsmithError(
+                "a shard of the store is missing on the shared storage or has another size",
+                where=f"{provenance.location}/{shard.file}",
+                found=f"{sizes[shard.file]:,} bytes" if shard.file in sizes else "no such file",
+                expected=f"{shard.bytes:,} bytes",
+                mend=f"rm -r {folder}; draftsmith harvest CONFIG",
+            )
 
 
 def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:

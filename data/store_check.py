@@ -50,7 +50,7 @@ def check_store(path: Path, guard: Callable[[HarvestReader], str] | None = None)
         ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
     ):
         for shard, found in zip(
-            manifest.shards, pool.map(lambda one: _check(path, one, manifest), manifest.shards), strict=True
+            manifest.shards, pool.map(lambda number: _check(reader, number), range(len(manifest.shards))), strict=True
         ):
             for name, said in found.faults:
                 faults[name].append(said)
@@ -95,10 +95,15 @@ class _Found:
     ends: list[tuple[str, bytes, bytes]]
 
 
-def _check(path: Path, shard: Shard, manifest: StoreManifest) -> _Found:
-    file = path / shard.file
-    if sha256_file(file) != shard.sha256:
-        return _Found([("hashes", f"{shard.file} has changed since it was written")], [])
+def _check(reader: HarvestReader, number: int) -> _Found:
+    shard = reader.manifest.shards[number]
+    with reader.shard_file(number) as file:
+        if sha256_file(file) != shard.sha256:
+            return _Found([("hashes", f"{shard.file} has changed since it was written")], [])
+        return _check_rows(file, shard, reader.manifest)
+
+
+def _check_rows(file: Path, shard: Shard, manifest: StoreManifest) -> _Found:
     faults, ends = [], []
     states = layout(manifest.stored_in, len(manifest.taps), manifest.hidden_size)
     starts = list(accumulate((one.length for one in shard.conversations), initial=0))

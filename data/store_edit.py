@@ -56,12 +56,14 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
         max_length=max(manifest.max_length for manifest in manifests),
         shard_tokens=max(manifest.shard_tokens for manifest in manifests),
     )
-    shards = [(reader.path, shard) for reader in readers for shard in reader.manifest.shards]
+    shards = [(reader, place) for reader in readers for place in range(len(reader.manifest.shards))]
     with StoreWriter(out, provenance) as writer, meter("merge", len(shards), "shards") as progress:
-        for number, (folder, shard) in enumerate(shards):
+        for number, (reader, place) in enumerate(shards):
             if number not in writer.finished and not writer.complete:
+                shard = reader.manifest.shards[place]
                 moved = shard.model_copy(update={"file": SHARD.format(number)})
-                _link_or_copy(folder / shard.file, out / moved.file, shard.sha256)
+                with reader.shard_file(place) as file:
+                    _link_or_copy(file, out / moved.file, shard.sha256)
                 writer.record(moved)
             progress.advance(1)
     tokens = sum(manifest.tokens for manifest in manifests)
@@ -108,7 +110,7 @@ def _copy(reader: HarvestReader, indices: Sequence[int], out: Path, mark: list[o
     """Write these conversations, bit by bit as they are stored, into a store of their own."""
     lengths = [reader.lengths[index] for index in indices]
     provenance = Provenance(
-        **reader.manifest.model_dump(include=set(Provenance.model_fields) - {"source", "planned"}),
+        **reader.manifest.model_dump(include=set(Provenance.model_fields) - {"source", "planned", "location"}),
         source=sha256_json(mark),
         planned=len(indices),
     )

@@ -24,6 +24,7 @@ from draftsmith import __version__
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK, atomic_file, write_json
 from draftsmith.data.codec import encode, not_finite
+from draftsmith.data.remote_shards import RemoteFolder
 from draftsmith.data.shard_file import ShardFile
 from draftsmith.data.store import (
     MANIFEST,
@@ -33,7 +34,7 @@ from draftsmith.data.store import (
     Shard,
     StoredConversation,
     StoreManifest,
-    check_shard,
+    check_shards,
     read_manifest,
 )
 
@@ -56,6 +57,7 @@ class StoreWriter:
         self.path, self.provenance, self._join = path, provenance, join
         self.finished: dict[int, Shard] = {}
         self._pending: list[HarvestedConversation] = []
+        self._remote = None if provenance.location is None else RemoteFolder(provenance.location)
 
     def __enter__(self) -> StoreWriter:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,10 @@ class StoreWriter:
         return ShardFile(self.path / SHARD.format(number), lengths, self.provenance)
 
     def record(self, shard: Shard) -> None:
-        """Say that a shard is whole."""
+        """Say that a shard is whole; one that belongs on shared storage goes there first."""
+        if self._remote is not None:
+            self._remote.put(self.path / shard.file)
+            (self.path / shard.file).unlink()
         write_json((self.path / shard.file).with_suffix(".json"), shard.model_dump(mode="json"))
         match = NUMBER.fullmatch(shard.file)
         assert match is not None
@@ -140,13 +145,18 @@ class StoreWriter:
         if (self.path / MANIFEST).exists():
             manifest = read_manifest(self.path)
             refuse_other_provenance(self.path, manifest, self.provenance)
+            check_shards(self.path, manifest.shards, self.provenance)
             for shard in manifest.shards:
-                check_shard(self.path, shard, self.provenance)
                 match = NUMBER.fullmatch(shard.file)
                 if match is not None:
                     self.finished[int(match[1])] = shard
             self._remove_orphans({shard.file for shard in manifest.shards}, whole=manifest.complete)
         else:
+            if self._remote is not None and MANIFEST in self._remote.sizes():
+                raise DraftsmithError(
+                    "a finished store lies on the shared storage already", where=self._remote.url,
+                    mend=f"draftsmith store attach {self._remote.url} {self.path}; or delete it there",
+                )  # fmt: skip
             self._remove_orphans(set(), whole=False)
             self._write_manifest(())
         self._take_lock(fcntl.LOCK_SH)
@@ -167,6 +177,10 @@ class StoreWriter:
             replaced = whole and file.match(RECORDS)
             if unnamed or replaced or TEMPORARY_MARK in file.name:
                 file.unlink(missing_ok=True)
+        if self._remote is not None:
+            for name in self._remote.sizes():
+                if NUMBER.fullmatch(name) and name not in known:
+                    self._remote.remove(name)
 
     def _complete(self) -> None:
         """Write the finished manifest if every shard is there; two processes that do so write the same bytes."""
@@ -177,11 +191,31 @@ class StoreWriter:
         if manifest.complete or len(manifest.stored) != self.provenance.planned:
             return
         self._write_manifest(manifest.shards, complete=True)
+        if self._remote is not None:
+            self._remote.put(self.path / MANIFEST)
         for record in self.path.glob(RECORDS):
             record.unlink(missing_ok=True)
 
     def _write_manifest(self, shards: Sequence[Shard], *, complete: bool = False) -> None:
         write_manifest(self.path, self.provenance, shards, complete=complete)
+
+
+def attach(url: str, path: Path) -> Path:
+    """Make the store whose shards and manifest lie at `url` a store at `path`: only the manifest is copied.
+
+    Raises:
+        DraftsmithError: no finished store there, or something else at `path`.
+    """
+    if (path / MANIFEST).exists():
+        raise DraftsmithError("there is a store already", where=path, mend="name another folder")
+    remote = RemoteFolder(url)
+    path.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path / MANIFEST) as temporary:
+        remote.get(MANIFEST, temporary)
+    manifest = read_manifest(path)
+    if manifest.location != remote.url:
+        write_json(path / MANIFEST, manifest.model_copy(update={"location": remote.url}).model_dump(mode="json"))
+    return path
 
 
 def write_manifest(path: Path, provenance: Provenance, shards: Sequence[Shard], *, complete: bool) -> None:

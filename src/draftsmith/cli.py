@@ -160,6 +160,17 @@ def split(
     run_verb(store, train, heldout, share=share, seed=seed)
 
 
+@store_app.command()
+def attach(
+    url: Annotated[str, typer.Argument(help="where harvest.location put a split: s3://BUCKET/PREFIX/train")],
+    store: Annotated[Path, typer.Argument(help="the folder to make; only the manifest is copied")],
+) -> None:
+    """Use a store whose shards lie on shared storage."""
+    from draftsmith.data.store_writer import attach as run_verb
+
+    run_verb(url, store)
+
+
 @app.command()
 def train(
     config: Config,
