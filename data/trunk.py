@@ -79,7 +79,8 @@ class Trunk:
         stored = encode(self.codec, taps, final)
         faults = not_finite(self.codec, stored)
         faults["repeated"] = torch.zeros(len(final), dtype=torch.bool, device=final.device)
-        faults["repeated"][1:] = (final[1:] == final[:-1]).all(dim=1)
+        rounded = final.bfloat16()
+        faults["repeated"][1:] = (rounded[1:] == rounded[:-1]).all(dim=1)
         return self._to_host(stored, argmax, faults)
 
     def states(self, rows: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:

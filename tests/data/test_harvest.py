@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig, TargetSection
+from draftsmith.data.conversations import write_conversations
 from draftsmith.data.harvest import harvest, plan_batches
 from draftsmith.data.store import HarvestReader
 from draftsmith.data.synthesize import synthesize
@@ -238,3 +239,48 @@ def test_workers_harvest_the_same_bytes(make_config: Callable[..., RunConfig]) -
     shutil.rmtree(config.store("train"))
     together = make_config(harvest__workers=2)
     assert {file.name: file.read_bytes() for file in harvest(together, "train").glob("*.safetensors")} == alone
+
+
+def test_rows_that_repeat_although_the_token_differs_are_refused_by_name(
+    make_config: Callable[..., RunConfig], put_conversations: Callable[..., list], tiny: Path, tmp_path: Path
+) -> None:
+    """A target whose embedding holds one row for all tokens, and whose attention adds nothing, is deaf."""
+    deaf = tmp_path / "deaf"
+    shutil.copytree(tiny, deaf)
+    tensors = load_file(deaf / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:] = tensors["model.embed_tokens.weight"][7].clone()
+    for name in tensors:
+        if name.endswith("o_proj.weight"):
+            tensors[name].zero_()
+    save_file(tensors, deaf / "model.safetensors", metadata={"format": "pt"})
+    config = make_config(target__path=str(deaf))
+    put_conversations(config, [([9, 9, 9, 8, 4], [(1, 3)])], target=deaf)
+    with pytest.raises(DraftsmithError, match=r"final of conversation c0 repeats the row before(.|\n)*token 3 of 5"):
+        harvest(config, "train")
+    # equal tokens may repeat: without another token there is nothing to refuse
+    shutil.rmtree(config.store("train"))
+    put_conversations(config, [([9, 9, 9, 9], [(1, 3)])], target=deaf)
+    harvest(config, "train")
+
+
+def test_sampled_text_gets_the_heads_choice_where_the_next_token_was_generated(
+    make_config: Callable[..., RunConfig], put_conversations: Callable[..., list], tiny: Path
+) -> None:
+    config = make_config()
+    put_conversations(config, [([9, 300, 4, 5, 6, 7], [(1, 3), (5, 6)]), ([5, 6, 7], [(2, 3)])])
+    reader, model = HarvestReader(harvest(config, "train")), AutoModelForCausalLM.from_pretrained(tiny)
+    for item, rows in zip(reader, ([0, 1, 4], [1]), strict=True):
+        with torch.no_grad():
+            chosen = model(item.input_ids[None]).logits[0].argmax(dim=-1)
+        expected = [int(chosen[row]) if row in rows else -1 for row in range(len(item.input_ids))]
+        assert item.argmax.tolist() == expected
+
+
+def test_text_that_the_target_did_not_write_is_warned_of(
+    make_config: Callable[..., RunConfig], put_conversations: Callable[..., list], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config()
+    written = put_conversations(config, [(list(range(20, 60)), [(5, 40)])])
+    write_conversations(config.conversations("train"), [one.model_copy(update={"greedy": True}) for one in written])
+    harvest(config, "train")
+    assert "below train.guard_threshold" in capsys.readouterr().err
