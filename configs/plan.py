@@ -52,11 +52,16 @@ def make_plan(config: RunConfig, conversations: int, turns: int, tokens: int | N
         conversations=conversations,
         tokens=count,
         tokens_exact=tokens is not None,
-        store_bytes=count * ((len(spec.taps) + 1) * target.hidden_size * 2 + 9),
+        store_bytes=int(count * state_bytes(config.harvest.codec, len(spec.taps), target.hidden_size)),
         weight_bytes=spec.parameter_count() * 2,
         training_bytes=spec.parameter_count() * MASTER_BYTES + frozen * 4,
         optimiser_steps=config.train.epochs * -(-count // config.train.batch_tokens),
     )
+
+
+def state_bytes(codec: str, taps: int, hidden: int) -> float:
+    """Bytes that the store holds of one token, its id and mask included."""
+    return 9 + (2 * (taps + 1) * hidden if codec == "bf16" else (taps + 1 + 2 / 32) * hidden + 4 * taps)
 
 
 def planned_target(config: RunConfig) -> tuple[Target, bool]:

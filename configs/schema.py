@@ -35,6 +35,10 @@ class TargetSection(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="auto: the dtype its config names"
     )
+    device_map: str | dict[str, int | str] | None = Field(
+        default=None,
+        description="as transformers takes it; none: all accelerators, shared out among the processes of a machine",
+    )
     trust_remote_code: bool = Field(default=False, description="run Python code that the target's folder ships")
     facts: str | None = Field(
         default=None, description="name of a shipped config.json that `plan` reads while `path` does not exist"
@@ -123,11 +127,23 @@ class HarvestSection(Section):
     """The target's hidden states over the conversations, written to a store."""
 
     batch_tokens: int = Field(default=8192, gt=0, description="tokens in one forward pass, padding included")
+    chunk_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="a conversation longer than this runs in pieces with a cache; none: one longer than batch_tokens does",
+    )
     workers: int = Field(default=1, gt=0, description="processes that run batches side by side and share the threads")
     max_length: int | None = Field(
         default=None, gt=0, description="conversations are cut here; none: the target's context"
     )
     shard_tokens: int = Field(default=262_144, gt=0, description="tokens in one shard file")
+    location: str | None = Field(
+        default=None,
+        description="URL that fsspec knows (s3://BUCKET/PREFIX): shards go there, a folder a split; the run keeps the manifest",
+    )
+    codec: Literal["bf16", "fp8"] = Field(
+        default="bf16", description="how states are stored; fp8 halves the disk and errs by about 2 % of a tap's values"
+    )
 
 
 class VocabSection(Section):

@@ -147,6 +147,12 @@ class Target:
         ):
             if (self.path / name).is_file():
                 marks[label] = sha256_file(self.path / name)
+        if "chat_template" not in marks and (self.path / "tokenizer_config.json").is_file():
+            template = read_json(self.path / "tokenizer_config.json", what="the tokenizer's config").get(
+                "chat_template"
+            )
+            if template is not None:
+                marks["chat_template"] = sha256_json(template)
         for role in ("final_norm", "head"):
             ref: TensorRef | None = getattr(self, role)
             if ref is not None:

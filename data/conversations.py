@@ -8,11 +8,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from draftsmith.configs.errors import DraftsmithError
@@ -178,6 +180,39 @@ class ConversationLog:
                 whole, unfinished = place, []
         if whole < self._path.stat().st_size:
             os.truncate(self._path, whole)
+
+
+class ConversationFile:
+    """A finished file as a sequence: places and lengths are in memory, a conversation is read when it is asked for.
+
+    Attributes:
+        lengths: int64 (n,), tokens of each conversation.
+
+    Raises (when opened):
+        DraftsmithError: see `read_conversations`, and whatever `check` raises for a conversation.
+    """
+
+    def __init__(self, path: Path, check: Callable[[Conversation], None] | None = None) -> None:
+        self.path = path
+        places, lengths = array("q", [0]), array("q")
+        for conversation, size in _read_lines(path):
+            if check is not None:
+                check(conversation)
+            places.append(places[-1] + size)
+            lengths.append(len(conversation.input_ids))
+        self._places, self.lengths = np.array(places), np.array(lengths, dtype=np.int64)
+        self._handle = path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Conversation:
+        index = range(len(self))[index]
+        first, last = int(self._places[index]), int(self._places[index + 1])
+        return Conversation.model_validate_json(os.pread(self._handle.fileno(), last - first, first))
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return (self[index] for index in range(len(self)))
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:

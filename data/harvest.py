@@ -1,20 +1,18 @@
-"""The target's hidden states over the conversations, into a store.
+"""The target's hidden states over the conversations, into a store; by one process, or by all of `accelerate launch`.
 
-Only the trunk runs. Hooks take the residual stream where it enters each tapped layer; the head is applied to a slice of
-rows at a time, for the argmax alone, so that full logits never exist. Batches are right-padded without an attention
-mask: under causal attention no real token ever sees padding behind it. Which conversations share a shard and a batch is
-settled beforehand by their order and lengths, so that an interrupted harvest ends with the bytes of an unbroken one.
+Shards, and batches within a shard, are planned from the conversations' order and lengths alone; processes take whole
+shards. So a conversation is always computed in the same batch, and neither the number of processes nor an interruption
+changes a bit of the finished store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from draftsmith.configs.console import closing, console, meter, warn
 from draftsmith.configs.drafter import default_taps
@@ -22,20 +20,21 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import sha256_file
 from draftsmith.configs.schema import RunConfig, Split, TargetSection
 from draftsmith.configs.target import Target, read_target
-from draftsmith.data.store import MANIFEST, HarvestedConversation, HarvestReader, Provenance, read_manifest
-from draftsmith.data.store_writer import StoreWriter, plan_shards, refuse_other_provenance
+from draftsmith.data.codec import Codec
+from draftsmith.data.conversations import ConversationFile
+from draftsmith.data.ranks import Rank, this_rank
+from draftsmith.data.shard_queue import Piece, ShardQueue
+from draftsmith.data.store import Provenance, read_manifest
+from draftsmith.data.store_writer import StoreWriter, plan_shards
 from draftsmith.data.synthesize import finished_conversations
-from draftsmith.data.target_model import LoadedTarget, load_target, split_dtype, target_mark
+from draftsmith.data.target_model import load_target, split_dtype, target_mark
+from draftsmith.data.trunk import Block, Task, Trunk
 from draftsmith.data.workers import side_by_side
 
-if TYPE_CHECKING:
-    from draftsmith.data.conversations import Conversation
+CODECS: dict[str, Codec] = {"bf16": "bfloat16", "fp8": "fp8"}
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""A conversation's taps (T, K, H) and final state (T, H) as the bits of bf16 in int16, and argmax int64 (T,)."""
-
-ARGMAX_ROWS = 512
-"""Rows of logits that exist at once."""
+PROBE_EVERY = 32
+"""Of greedy conversations one in so many goes through the head, to tell whether states and text belong together."""
 
 
 def harvest(config: RunConfig, split: Split) -> Path:
@@ -43,9 +42,9 @@ def harvest(config: RunConfig, split: Split) -> Path:
 
     Raises:
         DraftsmithError: conversations missing, unfinished or from another target; a store there that was harvested
-            otherwise; taps that the target does not have; states that are not finite.
+            otherwise or is being written; taps that the target does not have; states that are not finite or repeat.
     """
-    target = read_target(config.target.path)
+    target, rank = read_target(config.target.path), this_rank()
     path = config.store(split)
     taps = config.target.taps or default_taps(target.num_layers)
     _check_taps(taps, target)
@@ -58,68 +57,35 @@ def harvest(config: RunConfig, split: Split) -> Path:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         computed_in=split_dtype(config, split, target),
+        stored_in=CODECS[config.harvest.codec],
         source=sha256_file(config.conversations(split)),
         planned=len(conversations),
         max_length=longest,
         shard_tokens=config.harvest.shard_tokens,
+        location=None if config.harvest.location is None else f"{config.harvest.location.rstrip('/')}/{split}",
     )
-    if (path / MANIFEST).exists():
-        manifest = read_manifest(path)
-        refuse_other_provenance(path, manifest, provenance)
-        if manifest.complete:
-            closing(f"nothing: {path} is complete already ({manifest.tokens:,} tokens)")
+    work = _Work(config, target, provenance, conversations, rank)
+    with _open_store(path, provenance, rank) as (writer, left):
+        if left is None:
+            if rank.index == 0:
+                closing(f"nothing: {path} is complete already ({int(work.lengths.sum()):,} tokens)")
             return path
-    lengths = [min(len(conversation.input_ids), longest) for conversation in conversations]
-    with StoreWriter(path, provenance) as writer:
-        console.print(
-            f"harvest {split}: {len(conversations) - writer.done:,} of {len(conversations):,} conversations, "
-            f"taps {', '.join(map(str, taps))} of {target.num_layers} layers, {provenance.computed_in}"
-        )
-        _harvest_shards(config, conversations, lengths, writer, provenance)
-    _report(config, split, conversations, lengths)
-    return path
-
-
-def forward_states(
-    target: LoadedTarget, rows: Sequence[Sequence[int]], taps: Sequence[int]
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """One forward pass of the trunk over several token sequences.
-
-    Args:
-        rows: token ids, one sequence a row, of any lengths.
-        taps: layer-input indices.
-
-    Returns:
-        For each row on the CPU, in the target's dtype: taps (T, K, H), final (T, H), and argmax int64 (T,).
-
-    Raises:
-        DraftsmithError: the trunk's output is not its final norm's output, or a tapped layer did not run.
-    """
-    width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = torch.tensor(row)
-    seen: dict[Any, torch.Tensor] = {}
-    with torch.no_grad(), ExitStack() as hooks:
-        for tap in taps:
-            handle = target.layers[tap].register_forward_pre_hook(_take_input(seen, tap), with_kwargs=True)
-            hooks.callback(handle.remove)
-        handle = target.norm.register_forward_hook(lambda module, inputs, output: seen.__setitem__("norm", output))
-        hooks.callback(handle.remove)
-        final = target.trunk(input_ids=ids.to(target.device), use_cache=False).last_hidden_state
-        missing = [key for key in (*taps, "norm") if key not in seen]
-        if missing or not torch.allclose(final, seen["norm"].to(final.device), rtol=0, atol=0, equal_nan=True):
-            raise DraftsmithError(
-                "the trunk's last hidden state is not what its final norm gives, or a tapped layer did not run",
-                where=type(target.trunk).__name__,
-                found=f"no call of {missing}" if missing else "another value",
-                expected="embeddings -> layers -> norm",
+        shards = [number for number in range(len(work.shards)) if number not in left]
+        if rank.index == 0:
+            todo = sum(len(work.shards[number]) for number in shards)
+            console.print(
+                f"harvest {split}: {todo:,} of {len(conversations):,} conversations, "
+                f"taps {', '.join(map(str, taps))} of {target.num_layers} layers, {provenance.computed_in}, "
+                f"stored in {provenance.stored_in}" + (f", {rank.count} processes" if rank.count > 1 else "")
             )
-        states = []
-        for index, row in enumerate(rows):
-            tapped = torch.stack([seen[tap][index, : len(row)].cpu() for tap in taps], dim=1)
-            states.append((tapped, final[index, : len(row)].cpu(), _argmax(target, final[index, : len(row)])))
-    return states
+            if len(shards) < rank.count:
+                warn(
+                    f"{len(shards)} shards for {rank.count} processes: some have nothing to do "
+                    "(a smaller harvest.shard_tokens makes more shards)"
+                )
+        work.run(writer, shards[rank.index :: rank.count])
+    _report(config, split, work)
+    return path
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -133,86 +99,94 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-def _harvest_shards(
-    config: RunConfig,
-    conversations: Sequence[Conversation],
-    lengths: Sequence[int],
-    writer: StoreWriter,
-    provenance: Provenance,
-) -> None:
-    done = writer.done
-    shards = [shard for shard in plan_shards(lengths, provenance.shard_tokens) if shard.start >= done]
-    plan = [
-        [
-            [shard[position] for position in batch]
-            for batch in plan_batches([lengths[i] for i in shard], config.harvest.batch_tokens)
-        ]
-        for shard in shards
-    ]
-    rows = [[conversations[i].input_ids[: lengths[i]] for i in batch] for batches in plan for batch in batches]
-    states = side_by_side(
-        _prepare,
-        (config.target, provenance.computed_in, provenance.taps),
-        rows,
-        config.harvest.workers,
-        setting="harvest.workers",
-    )
-    with meter("harvest", sum(lengths), "tokens", done=sum(lengths[:done])) as progress:
-        for shard, batches in zip(shards, plan, strict=True):
-            harvested: dict[int, HarvestedConversation] = {}
-            for batch in batches:
-                for index, arrays in zip(batch, next(states), strict=True):
-                    harvested[index] = _bring_together(conversations[index], lengths[index], arrays)
-                progress.advance(sum(lengths[index] for index in batch))
-            for index in shard:
-                writer.append(harvested.pop(index))
+@contextmanager
+def _open_store(path: Path, provenance: Provenance, rank: Rank) -> Iterator[tuple[StoreWriter, frozenset[int] | None]]:
+    """The store, and the numbers of its finished shards, the same on all ranks; None if it is complete."""
+    writer = StoreWriter(path, provenance, join=rank.index > 0)
+
+    def finished() -> frozenset[int] | None:
+        writer.__enter__()
+        return None if writer.complete else frozenset(writer.finished)
+
+    if rank.index == 0:
+        done = rank.lead(finished)
+    else:
+        done = rank.follow()
+        writer.__enter__()
+    try:
+        yield writer, done
+    except BaseException as error:
+        writer.__exit__(type(error), error, error.__traceback__)
+        raise
+    writer.__exit__(None, None, None)
+
+
+class _Work:
+    """What is harvested, and in which shards and batches."""
+
+    def __init__(
+        self, config: RunConfig, target: Target, provenance: Provenance, conversations: ConversationFile, rank: Rank
+    ) -> None:
+        self.conversations, self.provenance, self._config, self._rank = conversations, provenance, config, rank
+        self.lengths = np.minimum(conversations.lengths, provenance.max_length)
+        self.shards = plan_shards(self.lengths.tolist(), provenance.shard_tokens)
+        self.agreement: float | None = None
+        chunk = config.harvest.chunk_tokens or config.harvest.batch_tokens
+        self._chunk = None if whole_pass_only(target) else chunk
+
+    def run(self, writer: StoreWriter, numbers: Sequence[int]) -> None:
+        """Harvest these shards."""
+        batches = {number: self._batches(number) for number in numbers}
+        pieces: deque[list[Piece]] = deque()
+
+        def tasks() -> Iterator[Task]:
+            for number in numbers:
+                for batch in batches[number]:
+                    pieces.append([self._piece(number, index) for index in batch])
+                    yield Task([piece.ids for piece in pieces[-1]], [piece.wanted for piece in pieces[-1]])
+
+        workers = min(self._config.harvest.workers, sum(map(len, batches.values())))
+        arguments = (
+            self._config.target, self.provenance.computed_in, self.provenance.taps, self.provenance.stored_in,
+            self._chunk, (self._rank.local_index, self._rank.local_count),
+        )  # fmt: skip
+        blocks = side_by_side(_prepare, arguments, tasks(), workers, setting="harvest.workers")
+        total = int(self.lengths.sum()) // self._rank.count
+        done = total - int(sum(self.lengths[index] for number in numbers for index in self.shards[number]))
+        with (
+            ShardQueue(writer) as queue,
+            meter("harvest", total, "tokens", done=max(0, done), quiet=self._rank.index > 0) as progress,
+        ):
+            for number in numbers:
+                queue.open(number, [int(self.lengths[index]) for index in self.shards[number]])
+                for batch in batches[number]:
+                    block = next(blocks)
+                    queue.put(pieces.popleft(), block)
+                    progress.advance(int(sum(self.lengths[index] for index in batch)))
+                queue.close()
+        self.agreement = queue.agreed / queue.asked if queue.asked else None
+
+    def _batches(self, number: int) -> list[list[int]]:
+        shard = self.shards[number]
+        plan = plan_batches([int(self.lengths[index]) for index in shard], self._config.harvest.batch_tokens)
+        return [[shard[position] for position in batch] for batch in plan]
+
+    def _piece(self, number: int, index: int) -> Piece:
+        return Piece.of(
+            self.conversations[index], int(self.lengths[index]), index - self.shards[number].start,
+            probe=index % PROBE_EVERY == 0,
+        )  # fmt: skip
+
+
+def whole_pass_only(target: Target) -> bool:
+    """Whether the target's RoPE looks at the length of the whole sequence, so that a chunk of it would be another text."""
+    return (target.rope.scaling or {}).get("rope_type") in ("dynamic", "longrope")
 
 
 def _prepare(
-    section: TargetSection, dtype: str, taps: tuple[int, ...]
-) -> Callable[[list[Sequence[int]]], list[Arrays]]:
-    """Load the target; the work is a batch's states in bf16, as arrays of their bits (cheap to send between processes)."""
-    target = load_target(section, dtype)
-
-    def work(rows: list[Sequence[int]]) -> list[Arrays]:
-        return [
-            (_bits(tapped), _bits(final), argmax.numpy())
-            for tapped, final, argmax in forward_states(target, rows, taps)
-        ]
-
-    return work
-
-
-def _bits(states: torch.Tensor) -> np.ndarray:
-    return states.to(torch.bfloat16).view(torch.int16).numpy()
-
-
-def _bring_together(conversation: Conversation, length: int, arrays: Arrays) -> HarvestedConversation:
-    taps, final, argmax = (torch.from_numpy(array) for array in arrays)
-    return HarvestedConversation(
-        id=conversation.id,
-        input_ids=torch.tensor(conversation.input_ids[:length]),
-        generated=conversation.generated_mask()[:length],
-        taps=taps.view(torch.bfloat16),
-        final=final.view(torch.bfloat16),
-        argmax=argmax,
-        greedy=conversation.greedy,
-        mean_logprob=conversation.mean_logprob,
-    )
-
-
-def _take_input(seen: dict[Any, torch.Tensor], tap: int) -> Any:
-    """A pre-hook that keeps the layer's first argument, the residual stream."""
-
-    def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        seen[tap] = arguments[0] if arguments else named["hidden_states"]
-
-    return hook
-
-
-def _argmax(target: LoadedTarget, final: torch.Tensor) -> torch.Tensor:
-    """int64 (T,) on the CPU from final (T, H), a slice of rows at a time; widened first, as a CPU is slow at bf16 argmax."""
-    return torch.cat([target.head(rows).float().argmax(dim=-1).cpu() for rows in final.split(ARGMAX_ROWS)])
+    section: TargetSection, dtype: str, taps: tuple[int, ...], codec: Codec, chunk: int | None, share: tuple[int, int]
+) -> Callable[[Task], Block]:
+    return Trunk(load_target(section, dtype, share=share), taps, codec, chunk).run
 
 
 def _check_taps(taps: Sequence[int], target: Target) -> None:
@@ -226,18 +200,28 @@ def _check_taps(taps: Sequence[int], target: Target) -> None:
         )
 
 
-def _report(config: RunConfig, split: Split, conversations: Sequence[Conversation], lengths: Sequence[int]) -> None:
+def _report(config: RunConfig, split: Split, work: _Work) -> None:
     path = config.store(split)
-    reader = HarvestReader(path)
-    manifest, agreement = reader.manifest, reader.agreement()
-    cut = sum(length < len(one.input_ids) for length, one in zip(lengths, conversations, strict=True))
+    manifest = read_manifest(path)
+    if not manifest.complete:
+        console.print("this process has finished its shards; others have not yet")
+        return
+    cut = int((work.conversations.lengths > manifest.max_length).sum())
     bare = sum(one.generated == 0 for one in manifest.stored)
     if cut:
         warn(f"{cut:,} conversations were cut at {manifest.max_length:,} tokens (harvest.max_length)")
     if bare:
         warn(f"{bare:,} of them have no generated token left and train nothing")
-    if agreement is not None:
-        console.print(f"the target's argmax agrees with {agreement:.2%} of the tokens that it wrote", highlight=False)
+    if work.agreement is not None:
+        console.print(
+            f"the target's argmax agrees with {work.agreement:.2%} of the tokens that it wrote (a sample)",
+            highlight=False,
+        )
+        if work.agreement < config.train.guard_threshold:
+            warn(
+                "that is below train.guard_threshold: the text is not this target's, or its states are wrong; "
+                f"look closer: draftsmith store check {path} --target {config.target.path}"
+            )
     size = sum(shard.bytes for shard in manifest.shards)
     closing(
         f"{path}: {len(manifest.stored):,} conversations, {manifest.tokens:,} tokens, "

@@ -1,22 +1,29 @@
-"""The store of harvested hidden states: what is on disk, and reading one conversation of it at a time.
+"""The store of harvested hidden states: what is on disk, and reading rows of it.
 
-    manifest.json                        provenance and the list of shards; written after every shard, last
-    shard-00000-00012.safetensors        (rank, number)
-        input_ids int32 (T,)   generated bool (T,)   offsets int64 (n+1,)   argmax int32 (T,)
-        taps bf16 (T, K, H)    the residual stream entering layer k, for each tap k
-        final bf16 (T, H)      after the final norm: the input of the target's head
+    manifest.json              provenance and the list of shards
+    shard-00012.safetensors    T tokens of n whole conversations
+        input_ids int32 (T,)   generated bool (T,)   offsets int64 (n+1,)
+        argmax int32 (T,)      the target's most likely next token where it wrote the next one, -1 elsewhere
+        codec bfloat16:        taps bf16 (T, K, H), the residual stream entering layer k, for each tap k;
+                               final bf16 (T, H), after the final norm: the input of the target's head
+        codec fp8:             taps float8_e4m3fn (T, K, H), taps_scale float32 (T, K);
+                               final int8 (T, H), final_scale bf16 (T, H/32)
 
-T counts the tokens of all conversations of a shard; no padding is stored.
+No padding is stored. While a store is being written, its manifest lists no shard and every finished shard has a record
+of its own, shard-00012.json; the finished manifest, written last, takes their place. Shards and their bytes do not
+depend on how many processes wrote them.
 """
 
 from __future__ import annotations
 
+import tempfile
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,11 +32,19 @@ from safetensors import safe_open
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json, sha256_file
 from draftsmith.configs.target import read_header
+from draftsmith.data.codec import Codec, decode, layout
+from draftsmith.data.remote_shards import RemoteFolder, RemoteShard
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-DTYPES = {"input_ids": "I32", "generated": "BOOL", "offsets": "I64", "taps": "BF16", "final": "BF16", "argmax": "I32"}
-"""Every tensor of a shard and its safetensors dtype."""
+RECORDS = "shard-*.json"
+"""What says that a shard of an unfinished store is whole."""
+
+TOKENS = {"input_ids": "I32", "generated": "BOOL", "argmax": "I32"}
+"""Tensors with one value a token, and their safetensors dtypes."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class StoredConversation(BaseModel):
@@ -66,11 +81,12 @@ class Provenance(BaseModel):
     hidden_size: int
     vocab_size: int
     computed_in: str = Field(description="dtype of the target while harvesting")
-    stored_in: Literal["bfloat16"] = "bfloat16"
+    stored_in: Codec = Field(default="bfloat16", description="codec of the states")
     source: str = Field(description="sha256 of the conversations file")
     planned: int = Field(description="conversations of the finished store")
     max_length: int = Field(description="conversations were cut here")
     shard_tokens: int
+    location: str | None = Field(default=None, description="URL of the folder that holds the shards; none: this one")
 
 
 class StoreManifest(Provenance):
@@ -94,14 +110,15 @@ class StoreManifest(Provenance):
 
 @dataclass(frozen=True)
 class HarvestedConversation:
-    """One conversation's tokens and states.
+    """Tokens and states of one conversation, or of some of its rows.
 
     Attributes:
         input_ids: int64 (T,).
         generated: bool (T,), True where the target wrote the token.
         taps: bf16 (T, K, H), the residual stream entering each tapped layer.
         final: bf16 (T, H), the input of the target's head.
-        argmax: int64 (T,), the target's most likely next token at each position.
+        argmax: int64 (T,), the target's most likely next token where it wrote the next one (greedy text: that token),
+            -1 elsewhere.
     """
 
     id: str
@@ -131,14 +148,25 @@ def read_manifest(path: Path) -> StoreManifest:
             expected=SCHEMA_VERSION,
             mend=f"rm -r {path}; {mend}",
         )
+    manifest = _fitting(StoreManifest, content, file, f"rm -r {path}; {mend}")
+    if manifest.complete:
+        return manifest
+    shards = [
+        _fitting(Shard, read_json(record, what="the record of a shard"), record, f"rm {record}; {mend}")
+        for record in sorted(path.glob(RECORDS))
+    ]
+    return manifest.model_copy(update={"shards": (*manifest.shards, *shards)})
+
+
+def _fitting(model: type[Model], content: dict[str, Any], file: Path, mend: str) -> Model:
     try:
-        return StoreManifest.model_validate(content)
+        return model.model_validate(content)
     except ValidationError as error:
         fault = error.errors()[0]
         raise DraftsmithError(
-            f"the store's manifest does not fit: {'.'.join(map(str, fault['loc']))}: {fault['msg']}",
+            f"{file.name} does not fit a store: {'.'.join(map(str, fault['loc']))}: {fault['msg']}",
             where=file,
-            mend=f"rm -r {path}; {mend}",
+            mend=mend,
         ) from None
 
 
@@ -167,8 +195,7 @@ class HarvestReader:
                 expected=f"{self.manifest.planned:,}",
                 mend="draftsmith harvest CONFIG (it goes on where it stopped)",
             )
-        for shard in self.manifest.shards:
-            check_shard(self.path, shard, self.manifest)
+        check_shards(self.path, self.manifest.shards, self.manifest)
         conversations = self.manifest.stored
         self.ids = [conversation.id for conversation in conversations]
         self.lengths = [conversation.length for conversation in conversations]
@@ -179,25 +206,60 @@ class HarvestReader:
             for shard in self.manifest.shards
             for start in list(accumulate((one.length for one in shard.conversations), initial=0))[:-1]
         ]
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, _LocalShard | RemoteShard] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> HarvestedConversation:
+        return self.window(index)
+
+    def window(self, index: int, start: int = 0, stop: int | None = None) -> HarvestedConversation:
+        """Rows [start, stop) of a conversation; only these are read."""
         index = range(len(self))[index]
-        handle, start, end = self._locate(index)
         conversation = self._conversations[index]
+        tokens, states = self.stored(index, start, stop)
+        taps, final = decode(self.manifest.stored_in, states)
         return HarvestedConversation(
             id=conversation.id,
-            input_ids=handle.get_slice("input_ids")[start:end].long(),
-            generated=handle.get_slice("generated")[start:end],
-            taps=handle.get_slice("taps")[start:end],
-            final=handle.get_slice("final")[start:end],
-            argmax=handle.get_slice("argmax")[start:end].long(),
+            input_ids=tokens["input_ids"].long(),
+            generated=tokens["generated"],
+            taps=taps,
+            final=final,
+            argmax=tokens["argmax"].long(),
             greedy=conversation.greedy,
             mean_logprob=conversation.mean_logprob,
         )
+
+    def stored(
+        self, index: int, start: int = 0, stop: int | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Rows [start, stop) as they lie on disk: the tensors of tokens, and those of the codec."""
+        shard, first, last = self._locate(range(len(self))[index])
+        rows = range(first, last)[start:stop]
+        here = slice(rows.start, rows.stop)
+        states = layout(self.manifest.stored_in, len(self.manifest.taps), self.manifest.hidden_size)
+        return shard.rows(list(TOKENS), here), shard.rows(list(states), here)
+
+    def about(self, index: int) -> StoredConversation:
+        """What the manifest says of a conversation."""
+        return self._conversations[index]
+
+    def shard_tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids int32 (T,) and generated bool (T,) of a whole shard."""
+        rows = self._open(number).rows(["input_ids", "generated"], slice(0, self.manifest.shards[number].tokens))
+        return rows["input_ids"], rows["generated"]
+
+    @contextmanager
+    def shard_file(self, number: int) -> Iterator[Path]:
+        """A shard as a local file; one that lies on shared storage is fetched for as long as the context lasts."""
+        name = self.manifest.shards[number].file
+        if self.manifest.location is None:
+            yield self.path / name
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            RemoteFolder(self.manifest.location).get(name, Path(folder) / name)
+            yield Path(folder) / name
 
     def __iter__(self) -> Iterator[HarvestedConversation]:
         return (self[index] for index in range(len(self)))
@@ -205,23 +267,9 @@ class HarvestReader:
     def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int64 (T,) and generated bool (T,) of a conversation, without its states."""
         index = range(len(self))[index]
-        handle, start, end = self._locate(index)
-        return handle.get_slice("input_ids")[start:end].long(), handle.get_slice("generated")[start:end]
-
-    def agreement(self) -> float | None:
-        """Share of greedily generated tokens that equal the argmax one position earlier; None if nothing was greedy.
-
-        Rounding moves near-ties, so that it is a little below 1; a shift, a wrong layer or a wrong norm ruins it.
-        """
-        same = total = 0
-        for index, conversation in enumerate(self._conversations):
-            if conversation.greedy:
-                handle, start, end = self._locate(index)
-                ids, generated = self.tokens(index)
-                guess = handle.get_slice("argmax")[start:end].long()
-                same += int(((guess[:-1] == ids[1:]) & generated[1:]).sum())
-                total += int(generated[1:].sum())
-        return same / total if total else None
+        shard, start, end = self._locate(index)
+        rows = shard.rows(["input_ids", "generated"], slice(start, end))
+        return rows["input_ids"].long(), rows["generated"]
 
     def verify(self) -> None:
         """Compare every shard's bytes with its recorded SHA-256.
@@ -229,8 +277,9 @@ class HarvestReader:
         Raises:
             DraftsmithError: a shard whose bytes have changed.
         """
-        for shard in self.manifest.shards:
-            found = sha256_file(self.path / shard.file)
+        for number, shard in enumerate(self.manifest.shards):
+            with self.shard_file(number) as file:
+                found = sha256_file(file)
             if found != shard.sha256:
                 raise DraftsmithError(
                     "a shard's bytes have changed since it was written",
@@ -244,12 +293,47 @@ class HarvestReader:
         """Open files stay behind when a reader is sent to a worker process."""
         return self.__dict__ | {"_handles": {}}
 
-    def _locate(self, index: int) -> tuple[Any, int, int]:
+    def _locate(self, index: int) -> tuple[_LocalShard | RemoteShard, int, int]:
         number = bisect_right(self._firsts, index) - 1
-        if number not in self._handles:
-            self._handles[number] = safe_open(self.path / self.manifest.shards[number].file, framework="pt")
         start = self._starts[index]
-        return self._handles[number], start, start + self.lengths[index]
+        return self._open(number), start, start + self.lengths[index]
+
+    def _open(self, number: int) -> _LocalShard | RemoteShard:
+        if number not in self._handles:
+            name, location = self.manifest.shards[number].file, self.manifest.location
+            self._handles[number] = (
+                _LocalShard(self.path / name) if location is None else RemoteShard(RemoteFolder(location), name)
+            )
+        return self._handles[number]
+
+
+class _LocalShard:
+    """A shard's file, mapped into memory."""
+
+    def __init__(self, file: Path) -> None:
+        self._handle = safe_open(file, framework="pt")
+
+    def rows(self, names: Sequence[str], here: slice) -> dict[str, torch.Tensor]:
+        """Rows of several tensors."""
+        return {name: self._handle.get_slice(name)[here] for name in names}
+
+
+def check_shards(folder: Path, shards: Sequence[Shard], provenance: Provenance) -> None:
+    """`check_shard` for each; of shards on shared storage the sizes are compared, by one listing."""
+    if provenance.location is None:
+        for shard in shards:
+            check_shard(folder, shard, provenance)
+        return
+    sizes = RemoteFolder(provenance.location).sizes() if shards else {}
+    for shard in shards:
+        if sizes.get(shard.file) != shard.bytes:
+            raise DraftsmithError(
+                "a shard of the store is missing on the shared storage or has another size",
+                where=f"{provenance.location}/{shard.file}",
+                found=f"{sizes[shard.file]:,} bytes" if shard.file in sizes else "no such file",
+                expected=f"{shard.bytes:,} bytes",
+                mend=f"rm -r {folder}; draftsmith harvest CONFIG",
+            )
 
 
 def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:
@@ -271,19 +355,18 @@ def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:
             mend=mend,
         )
     header = read_header(file)
-    rows, taps, hidden = shard.tokens, len(provenance.taps), provenance.hidden_size
-    shapes = {name: [rows] for name in DTYPES} | {
-        "offsets": [len(shard.conversations) + 1],
-        "taps": [rows, taps, hidden],
-        "final": [rows, hidden],
-    }
-    for name, dtype in DTYPES.items():
+    rows = shard.tokens
+    expectation: dict[str, tuple[str, list[int]]] = {name: (code, [rows]) for name, code in TOKENS.items()}
+    expectation["offsets"] = ("I64", [len(shard.conversations) + 1])
+    for name, stored in layout(provenance.stored_in, len(provenance.taps), provenance.hidden_size).items():
+        expectation[name] = (stored.code, [rows, *stored.shape])
+    for name, expected in expectation.items():
         found = (header[name]["dtype"], header[name]["shape"]) if name in header else None
-        if found != (dtype, shapes[name]):
+        if found != expected:
             raise DraftsmithError(
                 f"tensor {name} of a shard does not fit the manifest",
                 where=file,
                 found=found or "no such tensor",
-                expected=(dtype, shapes[name]),
+                expected=expected,
                 mend=mend,
             )

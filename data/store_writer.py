@@ -1,141 +1,248 @@
-"""Writing the store: conversations in, whole shards out.
+"""Writing the store: conversations in, whole shards out, by one process or several.
 
-Which conversations share a shard depends on their lengths and order alone, a shard is written to a temporary name and
-renamed, and the manifest that names it comes after it. So a killed harvest leaves a store of whole shards, and the
-finished one has the same bytes as an unbroken run's.
+Which conversations share a shard depends on their lengths and order alone; a shard is written to a temporary name and
+renamed, and the record that names it comes after it. So a killed harvest leaves a store of whole shards, any number of
+processes can go on with the others, and the finished store has the same bytes as an unbroken run's of one process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from draftsmith import __version__
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import TEMPORARY_MARK, atomic_file, sha256_file, write_json
+from draftsmith.configs.files import TEMPORARY_MARK, atomic_file, write_json
+from draftsmith.data.codec import encode, not_finite
+from draftsmith.data.remote_shards import RemoteFolder
+from draftsmith.data.shard_file import ShardFile
 from draftsmith.data.store import (
     MANIFEST,
+    RECORDS,
     HarvestedConversation,
     Provenance,
     Shard,
     StoredConversation,
     StoreManifest,
-    check_shard,
+    check_shards,
     read_manifest,
 )
 
-AXES = {"taps": "token, tap, hidden", "final": "token, hidden"}
-"""Written into every shard's header, so that no reader has to guess."""
+SHARD = "shard-{:05d}.safetensors"
+NUMBER = re.compile(r"shard-(\d{5,})\.safetensors")
 
 
 class StoreWriter:
-    """Appends conversations to the store at `path`; a context manager.
+    """The store at `path` while it is being written; a context manager.
 
-    `done` says how many conversations an earlier run stored: the caller appends the ones after those. A shard is closed
-    before the conversation that would lift it over `provenance.shard_tokens`, and when all `provenance.planned`
-    have come; leaving the context earlier keeps whole shards only.
+    One process at a time prepares it; others may then `join`. Shards are numbered from 0 through the whole store;
+    `finished` holds the numbers of those that are whole. On leaving without an error, whoever finds all
+    `provenance.planned` conversations there writes the manifest.
 
     Raises (on entry):
-        DraftsmithError: the store there has another provenance, or a damaged shard.
+        DraftsmithError: the store there has another provenance, a damaged shard, or is being written.
     """
 
-    def __init__(self, path: Path, provenance: Provenance, *, rank: int = 0) -> None:
-        self._path, self._provenance, self._rank = path, provenance, rank
-        self._shards: list[Shard] = []
+    def __init__(self, path: Path, provenance: Provenance, *, join: bool = False) -> None:
+        self.path, self.provenance, self._join = path, provenance, join
+        self.finished: dict[int, Shard] = {}
         self._pending: list[HarvestedConversation] = []
-        self._pending_tokens = 0
+        self._remote = None if provenance.location is None else RemoteFolder(provenance.location)
 
     def __enter__(self) -> StoreWriter:
-        self._path.mkdir(parents=True, exist_ok=True)
-        if (self._path / MANIFEST).exists():
-            manifest = read_manifest(self._path)
-            refuse_other_provenance(self._path, manifest, self._provenance)
-            for shard in manifest.shards:
-                check_shard(self._path, shard, self._provenance)
-            self._shards = list(manifest.shards)
-        self._remove_orphans()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            if self._join:
+                self._take_lock(fcntl.LOCK_SH)
+            else:
+                self._prepare()
+        except BaseException:
+            os.close(self._lock)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pending.clear()
+        try:
+            if kind is None:
+                self._complete()
+        finally:
+            os.close(self._lock)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the manifest lists every conversation."""
+        return read_manifest(self.path).complete
 
     @property
     def done(self) -> int:
-        """Conversations in whole shards."""
-        return sum(len(shard.conversations) for shard in self._shards)
+        """Conversations in the whole shards at the store's beginning: `append` goes on behind them."""
+        count = 0
+        for number in range(len(self.finished)):
+            if number not in self.finished:
+                break
+            count += len(self.finished[number].conversations)
+        return count
+
+    def shard(self, number: int, lengths: Sequence[int]) -> ShardFile:
+        """An unopened file for shard `number`, whose conversations have these lengths; `record` it when it is closed."""
+        return ShardFile(self.path / SHARD.format(number), lengths, self.provenance)
+
+    def record(self, shard: Shard) -> None:
+        """Say that a shard is whole; one that belongs on shared storage goes there first."""
+        if self._remote is not None:
+            self._remote.put(self.path / shard.file)
+            (self.path / shard.file).unlink()
+        write_json((self.path / shard.file).with_suffix(".json"), shard.model_dump(mode="json"))
+        match = NUMBER.fullmatch(shard.file)
+        assert match is not None
+        self.finished[int(match[1])] = shard
 
     def append(self, conversation: HarvestedConversation) -> None:
-        """Take one conversation; writes a shard when one is full.
+        """Take one conversation, in order; writes a shard when one is full and when all have come.
 
         Raises:
             DraftsmithError: a tensor has another dtype or number of rows than the conversation's tokens, or a value
                 that is not finite.
         """
-        check_conversation(conversation, self._provenance)
-        length = len(conversation.input_ids)
-        if self._pending and self._pending_tokens + length > self._provenance.shard_tokens:
+        check_conversation(conversation, self.provenance)
+        tokens = sum(len(one.input_ids) for one in self._pending)
+        if self._pending and tokens + len(conversation.input_ids) > self.provenance.shard_tokens:
             self._write_shard()
         self._pending.append(conversation)
-        self._pending_tokens += length
-        if self.done + len(self._pending) == self._provenance.planned:
+        if self.done + len(self._pending) == self.provenance.planned:
             self._write_shard()
 
     def _write_shard(self) -> None:
-        parts = self._pending
-        lengths = [len(part.input_ids) for part in parts]
-        tensors = {
-            "input_ids": torch.cat([part.input_ids for part in parts]).to(torch.int32),
-            "generated": torch.cat([part.generated for part in parts]),
-            "offsets": torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64),
-            "taps": torch.cat([part.taps for part in parts]),
-            "final": torch.cat([part.final for part in parts]),
-            "argmax": torch.cat([part.argmax for part in parts]).to(torch.int32),
-        }
-        file = self._path / f"shard-{self._rank:05d}-{len(self._shards):05d}.safetensors"
-        note = {"axes": AXES, "taps": list(self._provenance.taps), "tap_convention": "layer-input"}
-        save_tensors(file, tensors, note)
-        shard = Shard(
-            file=file.name,
-            tokens=sum(lengths),
-            bytes=file.stat().st_size,
-            sha256=sha256_file(file),
-            conversations=tuple(
-                StoredConversation(
-                    id=part.id,
-                    length=len(part.input_ids),
-                    generated=int(part.generated.sum()),
-                    greedy=part.greedy,
-                    mean_logprob=part.mean_logprob,
-                )
-                for part in parts
-            ),
-        )
-        self._shards.append(shard)
-        manifest = StoreManifest(
-            **self._provenance.model_dump(),
-            tool_version=__version__,
-            complete=self.done == self._provenance.planned,
-            shards=tuple(self._shards),
-        )
-        write_json(self._path / MANIFEST, manifest.model_dump(mode="json"))
-        self._pending, self._pending_tokens = [], 0
+        number = next(n for n in range(len(self.finished) + 1) if n not in self.finished)
+        shard = self.shard(number, [len(one.input_ids) for one in self._pending]).open()
+        try:
+            for index, one in enumerate(self._pending):
+                states = encode(self.provenance.stored_in, one.taps, one.final)
+                shard.put(index, describe(one), one.input_ids.numpy(), one.generated.numpy(), one.argmax.numpy(),
+                          {name: as_bytes(rows) for name, rows in states.items()})  # fmt: skip
+        except BaseException as error:
+            shard.abandon(error)
+            raise
+        self.record(shard.close())
+        self._pending = []
 
-    def _remove_orphans(self) -> None:
-        """Delete what a killed run left: temporary files, and shards of this rank that no manifest names."""
-        known = {shard.file for shard in self._shards}
-        for file in self._path.iterdir():
-            unnamed = file.name.startswith(f"shard-{self._rank:05d}-") and file.name not in known
-            if unnamed or TEMPORARY_MARK in file.name:
-                file.unlink()
+    def _prepare(self) -> None:
+        self._take_lock(fcntl.LOCK_EX)
+        if (self.path / MANIFEST).exists():
+            manifest = read_manifest(self.path)
+            refuse_other_provenance(self.path, manifest, self.provenance)
+            check_shards(self.path, manifest.shards, self.provenance)
+            for shard in manifest.shards:
+                match = NUMBER.fullmatch(shard.file)
+                if match is not None:
+                    self.finished[int(match[1])] = shard
+            self._remove_orphans({shard.file for shard in manifest.shards}, whole=manifest.complete)
+        else:
+            if self._remote is not None and MANIFEST in self._remote.sizes():
+                raise DraftsmithError(
+                    "a finished store lies on the shared storage already", where=self._remote.url,
+                    mend=f"draftsmith store attach {self._remote.url} {self.path}; or delete it there",
+                )  # fmt: skip
+            self._remove_orphans(set(), whole=False)
+            self._write_manifest(())
+        self._take_lock(fcntl.LOCK_SH)
+
+    def _take_lock(self, kind: int) -> None:
+        """The folder itself is locked, until this process ends; a file system without locks goes without."""
+        try:
+            fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DraftsmithError("another process writes this store", where=self.path) from None
+        except OSError:
+            return
+
+    def _remove_orphans(self, known: set[str], *, whole: bool) -> None:
+        """Delete what a killed run left: temporary files, shards without a record, records that a manifest replaced."""
+        for file in self.path.iterdir():
+            unnamed = file.name.startswith("shard-") and file.suffix == ".safetensors" and file.name not in known
+            replaced = whole and file.match(RECORDS)
+            if unnamed or replaced or TEMPORARY_MARK in file.name:
+                file.unlink(missing_ok=True)
+        if self._remote is not None:
+            for name in self._remote.sizes():
+                if NUMBER.fullmatch(name) and name not in known:
+                    self._remote.remove(name)
+
+    def _complete(self) -> None:
+        """Write the finished manifest if every shard is there; two processes that do so write the same bytes."""
+        try:
+            manifest = read_manifest(self.path)
+        except DraftsmithError:
+            manifest = read_manifest(self.path)  # another process replaced the records with the manifest meanwhile
+        if manifest.complete or len(manifest.stored) != self.provenance.planned:
+            return
+        self._write_manifest(manifest.shards, complete=True)
+        if self._remote is not None:
+            self._remote.put(self.path / MANIFEST)
+        for record in self.path.glob(RECORDS):
+            record.unlink(missing_ok=True)
+
+    def _write_manifest(self, shards: Sequence[Shard], *, complete: bool = False) -> None:
+        write_manifest(self.path, self.provenance, shards, complete=complete)
+
+
+def attach(url: str, path: Path) -> Path:
+    """Make the store whose shards and manifest lie at `url` a store at `path`: only the manifest is copied.
+
+    Raises:
+        DraftsmithError: no finished store there, or something else at `path`.
+    """
+    if (path / MANIFEST).exists():
+        raise DraftsmithError("there is a store already", where=path, mend="name another folder")
+    remote = RemoteFolder(url)
+    path.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path / MANIFEST) as temporary:
+        remote.get(MANIFEST, temporary)
+    manifest = read_manifest(path)
+    if manifest.location != remote.url:
+        write_json(path / MANIFEST, manifest.model_copy(update={"location": remote.url}).model_dump(mode="json"))
+    return path
+
+
+def write_manifest(path: Path, provenance: Provenance, shards: Sequence[Shard], *, complete: bool) -> None:
+    """Write manifest.json, atomically."""
+    manifest = StoreManifest(
+        **provenance.model_dump(include=set(Provenance.model_fields)),
+        tool_version=__version__,
+        complete=complete,
+        shards=tuple(shards),
+    )
+    write_json(path / MANIFEST, manifest.model_dump(mode="json"))
+
+
+def describe(conversation: HarvestedConversation) -> StoredConversation:
+    """What the manifest says of it."""
+    return StoredConversation(
+        id=conversation.id,
+        length=len(conversation.input_ids),
+        generated=int(conversation.generated.sum()),
+        greedy=conversation.greedy,
+        mean_logprob=conversation.mean_logprob,
+    )
+
+
+def as_bytes(rows: torch.Tensor) -> np.ndarray:
+    """uint8 (T, bytes of a row) of a contiguous CPU tensor (T, ...): numpy knows neither bf16 nor fp8."""
+    return rows.contiguous().view(torch.uint8).reshape(len(rows), -1).numpy()
 
 
 def save_tensors(file: Path, tensors: dict[str, torch.Tensor], note: dict[str, Any]) -> None:
@@ -159,21 +266,27 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[range]:
             shards.append(range(start, index))
             start, tokens = index, 0
         tokens += length
-    return [*shards, range(start, len(lengths))] if lengths else []
+    return [*shards, range(start, len(lengths))] if len(lengths) else []
 
 
 def refuse_other_provenance(path: Path, found: Provenance, expected: Provenance) -> None:
     """Stop, by name of the first field that differs, before a store is continued with other states."""
-    for name, value in expected.model_dump().items():
+    for name, value in expected.model_dump(include=set(Provenance.model_fields)).items():
         other = getattr(found, name)
         if other != value:
+            changed = _changed(other, value) if isinstance(value, dict) else ""
             raise DraftsmithError(
-                f"the store there was harvested with another {name}",
+                f"the store there was harvested with another {name}{changed}",
                 where=path,
                 found=other,
                 expected=value,
                 mend=f"give the run another name, or: rm -r {path}; draftsmith harvest CONFIG",
             )
+
+
+def _changed(found: dict[str, str], expected: dict[str, str]) -> str:
+    keys = [key for key in sorted(found.keys() | expected.keys()) if found.get(key) != expected.get(key)]
+    return f": its {', '.join(keys)} changed"
 
 
 def check_conversation(conversation: HarvestedConversation, provenance: Provenance) -> None:
@@ -193,10 +306,15 @@ def check_conversation(conversation: HarvestedConversation, provenance: Provenan
                 found=f"{tensor.dtype} {tuple(tensor.shape)}",
                 expected=f"{dtype} {shape}",
             )
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            row = int((~torch.isfinite(tensor)).flatten(1).any(dim=1).nonzero()[0, 0])
-            raise DraftsmithError(
-                f"{name} of conversation {conversation.id} is not finite",
-                where=f"token {row} of {rows}",
-                mend="harvest in bfloat16 or float32 (target.dtype); float16 overflows in many targets",
-            )
+    for name, faulty in not_finite("bfloat16", {"taps": conversation.taps, "final": conversation.final}).items():
+        if bool(faulty.any()):
+            raise not_finite_error(name, conversation.id, int(faulty.nonzero()[0, 0]), rows)
+
+
+def not_finite_error(name: str, conversation: str, row: int, rows: int) -> DraftsmithError:
+    """The refusal of a state that is not finite."""
+    return DraftsmithError(
+        f"{name} of conversation {conversation} is not finite",
+        where=f"token {row} of {rows}",
+        mend="harvest in bfloat16 or float32 (target.dtype); float16 overflows in many targets",
+    )

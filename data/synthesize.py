@@ -13,7 +13,7 @@ import itertools
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from draftsmith.configs.schema import RunConfig, Split, SynthesizeSection
 from draftsmith.configs.target import Target, read_target
 from draftsmith.data.answering import answers
 from draftsmith.data.chat import ChatFormat, TemplateRefusalError
-from draftsmith.data.conversations import Conversation, ConversationLog, read_conversations
+from draftsmith.data.conversations import Conversation, ConversationFile, ConversationLog, read_conversations
 from draftsmith.data.prompt_rows import Prompt
 from draftsmith.data.prompt_sets import Entry, select_prompts
 from draftsmith.data.rejects import Rejects
@@ -113,8 +113,13 @@ def summary_file(config: RunConfig, split: Split) -> Path:
     return config.conversations(split).with_suffix(".summary.json")
 
 
-def finished_conversations(config: RunConfig, split: Split) -> list[Conversation]:
+def finished_conversations(
+    config: RunConfig, split: Split, each: Callable[[Conversation], None] | None = None
+) -> ConversationFile:
     """Every conversation of a split, checked to be complete and to come from the configured target.
+
+    Args:
+        each: called with every conversation as it is checked, so that one reading of the file is enough.
 
     Raises:
         DraftsmithError: missing or unfinished file, or another target.
@@ -125,11 +130,9 @@ def finished_conversations(config: RunConfig, split: Split) -> list[Conversation
         raise DraftsmithError(f"the {split} conversations are missing", where=path, mend=mend)
     if summary_path.is_file() and not read_json(summary_path, what="the summary").get("complete"):
         raise DraftsmithError(f"the {split} conversations are unfinished", where=path, mend=mend)
-    conversations = list(read_conversations(path))
-    if not conversations:
-        raise DraftsmithError(f"the {split} conversations are empty", where=path, mend=f"rm {path}; {mend}")
     mark = target_mark(read_target(config.target.path))
-    for conversation in conversations:
+
+    def check(conversation: Conversation) -> None:
         if conversation.target != mark:
             raise DraftsmithError(
                 f"conversation {conversation.id} was written by another target",
@@ -138,6 +141,12 @@ def finished_conversations(config: RunConfig, split: Split) -> list[Conversation
                 expected=f"{mark} (the fingerprint of {config.target.path})",
                 mend=f"point target.path at that target, or: rm {path} {summary_path}; {mend}",
             )
+        if each is not None:
+            each(conversation)
+
+    conversations = ConversationFile(path, check)
+    if not len(conversations):
+        raise DraftsmithError(f"the {split} conversations are empty", where=path, mend=f"rm {path}; {mend}")
     return conversations
 
 

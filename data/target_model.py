@@ -52,23 +52,28 @@ def split_dtype(config: RunConfig, split: Split, target: Target) -> str:
     return target.dtype.removeprefix("torch.") if name == "auto" else name
 
 
-def load_target(section: TargetSection, dtype: str) -> LoadedTarget:
+def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = (0, 1)) -> LoadedTarget:
     """Load the weights: on the accelerators where there are any (spread over them), otherwise on the CPU.
+
+    A quantised target loads as its config.json says. Of a model that sees pictures too, the language model runs.
 
     Args:
         dtype: `bfloat16`, `float16` or `float32`.
+        share: this process's number on its machine and how many there are: each takes its part of the accelerators.
 
     Raises:
         DraftsmithError: transformers cannot load the folder, or its trunk has no layers and final norm where expected.
     """
     import torch
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import logging
 
     logging.disable_progress_bar()
-    placement = {"device_map": "auto"} if torch.cuda.is_available() else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            section.path, dtype=getattr(torch, dtype), trust_remote_code=section.trust_remote_code, **placement
+        model = _model_class(section).from_pretrained(
+            section.path,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=section.trust_remote_code,
+            **_placement(section, torch.cuda.device_count(), *share),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise DraftsmithError(
@@ -101,6 +106,37 @@ def load_target(section: TargetSection, dtype: str) -> LoadedTarget:
         dtype=getattr(torch, dtype),
         cache_argument="cache" if "cache" in names else "past_key_values",
     )
+
+
+def _model_class(section: TargetSection) -> Any:
+    """The class of transformers that reads the target with its head."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
+    only_pictures = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return AutoModelForImageTextToText if only_pictures else AutoModelForCausalLM
+
+
+def _placement(section: TargetSection, devices: int, number: int, count: int) -> dict[str, Any]:
+    """`from_pretrained`'s device_map for process `number` of `count` on a machine with `devices` accelerators."""
+    if section.device_map is not None:
+        return {"device_map": section.device_map}
+    if not devices:
+        return {}
+    if devices < 2 * count:
+        return {"device_map": {"": number % devices}}
+    import torch
+
+    each = devices // count
+    mine = range(number * each, (number + 1) * each)
+    room = {device: torch.cuda.mem_get_info(device)[0] for device in mine}
+    return {"device_map": "auto", "max_memory": room | {"cpu": 0} if count > 1 else None}
 
 
 def load_tokenizer(section: TargetSection) -> Any:

@@ -6,8 +6,13 @@ target id has a draft id. Invariant: arange(D) + d2t == nonzero(t2d).
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+from array import array
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +27,15 @@ from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import read_target
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.conversations import Conversation, read_conversations
+from draftsmith.data.store import HarvestReader
 from draftsmith.data.store_writer import save_tensors
 from draftsmith.data.synthesize import finished_conversations
 from draftsmith.data.target_model import configured_stop_ids, load_tokenizer, target_mark
 
 MEND = "draftsmith vocab CONFIG"
+
+CHUNK = 1 << 20
+"""Ids that are counted at once."""
 
 
 @dataclass(frozen=True)
@@ -143,23 +152,80 @@ def check_maps(d2t: torch.Tensor, t2d: torch.Tensor, *, where: object = None) ->
         )
 
 
+class TokenCounter:
+    """Counts generated tokens by target id; O(tokens + V) in time, and never more than CHUNK ids in memory."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._counts = torch.zeros(vocab_size, dtype=torch.int64)
+        self._waiting = array("q")
+
+    def add(self, conversation: Conversation) -> None:
+        """Count a conversation's generated tokens.
+
+        Raises:
+            DraftsmithError: an id outside the vocabulary.
+        """
+        ids = [token for start, end in conversation.spans for token in conversation.input_ids[start:end]]
+        if max(ids) >= len(self._counts):
+            raise _outside(f"conversation {conversation.id}", max(ids), len(self._counts))
+        self._waiting.extend(ids)
+        if len(self._waiting) >= CHUNK:
+            self._flush()
+
+    def counts(self) -> torch.Tensor:
+        """int64 (V,) so far."""
+        self._flush()
+        return self._counts
+
+    def _flush(self) -> None:
+        if self._waiting:
+            ids = torch.frombuffer(self._waiting, dtype=torch.int64)
+            self._counts += torch.bincount(ids, minlength=len(self._counts))
+            self._waiting = array("q")
+
+
 def count_tokens(conversations: Iterable[Conversation], vocab_size: int) -> torch.Tensor:
     """int64 (V,): how often each id stands among the generated tokens.
 
     Raises:
         DraftsmithError: an id outside the vocabulary.
     """
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    counter = TokenCounter(vocab_size)
     for conversation in conversations:
-        ids = torch.tensor(conversation.input_ids)[conversation.generated_mask()]
-        if int(ids.max()) >= vocab_size:
-            raise DraftsmithError(
-                f"conversation {conversation.id} holds a token outside the target's vocabulary",
-                found=int(ids.max()),
-                expected=f"below {vocab_size:,}",
-            )
-        counts += torch.bincount(ids, minlength=vocab_size)
+        counter.add(conversation)
+    return counter.counts()
+
+
+def count_store(reader: HarvestReader) -> torch.Tensor:
+    """`count_tokens` over a store, its shards side by side in threads.
+
+    Raises:
+        DraftsmithError: an id outside the vocabulary.
+    """
+    size = reader.manifest.vocab_size
+
+    def count(number: int) -> torch.Tensor:
+        ids, generated = reader.shard_tokens(number)
+        chosen = ids[generated]
+        if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < size:
+            wrong = int(chosen.max()) if int(chosen.max()) >= size else int(chosen.min())
+            raise _outside(str(reader.path / reader.manifest.shards[number].file), wrong, size)
+        return torch.bincount(chosen, minlength=size)
+
+    counts, threads = torch.zeros(size, dtype=torch.int64), os.cpu_count() or 1
+    with ThreadPoolExecutor(threads) as pool:
+        numbers = iter(range(len(reader.manifest.shards)))
+        waiting = deque(pool.submit(count, number) for number in itertools.islice(numbers, threads))
+        while waiting:
+            counts += waiting.popleft().result()
+            waiting.extend(pool.submit(count, number) for number in itertools.islice(numbers, 1))
     return counts
+
+
+def _outside(where: str, found: int, size: int) -> DraftsmithError:
+    return DraftsmithError(
+        f"{where} holds a token outside the target's vocabulary", found=found, expected=f"below {size:,}"
+    )
 
 
 def choose_vocab(counts: torch.Tensor, size: int, always: Iterable[int], *, source: str, target: str) -> DraftVocab:
@@ -190,17 +256,31 @@ def choose_vocab(counts: torch.Tensor, size: int, always: Iterable[int], *, sour
     return DraftVocab(ids - torch.arange(size), chosen, counts, source, target)
 
 
-def build_vocab(config: RunConfig) -> Path:
+def build_vocab(config: RunConfig, store: Path | None = None) -> Path:
     """Write `config.vocab_file` from the training conversations; prints how much of both splits it covers.
+
+    Args:
+        store: count over this store instead, such as one that `store merge` made.
 
     Raises:
         DraftsmithError: training conversations missing, unfinished or from another target; a vocabulary there that was
             built from other conversations or in another size; `vocab.size` below the number of special tokens.
     """
     target = read_target(config.target.path)
-    path, conversations_path = config.vocab_file, config.conversations("train")
-    conversations = finished_conversations(config, "train")
-    source, mark, size = sha256_file(conversations_path), target_mark(target), min(config.vocab.size, target.vocab_size)
+    path, mark = config.vocab_file, target_mark(target)
+    size = min(config.vocab.size, target.vocab_size)
+    if store is None:
+        counter = TokenCounter(target.vocab_size)
+        conversations = finished_conversations(config, "train", counter.add)
+        source, counts = sha256_file(conversations.path), counter.counts()
+    else:
+        reader = HarvestReader(store)
+        source, counts = reader.manifest.source, count_store(reader)
+        if reader.manifest.target_mark != mark:
+            raise DraftsmithError(
+                "the store was harvested from another target", where=store, found=reader.manifest.target_mark,
+                expected=f"{mark} (the fingerprint of {config.target.path})",
+            )  # fmt: skip
     if path.exists():
         _refuse_other_vocab(DraftVocab.load(path), path, {"source": source, "target": mark, "size": size})
         closing(f"nothing: {path} is complete already ({size:,} ids)")
@@ -208,7 +288,6 @@ def build_vocab(config: RunConfig) -> Path:
     tokenizer = load_tokenizer(config.target)
     chat = ChatFormat(tokenizer, configured_stop_ids(config.target.path))
     always = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *chat.stop_ids}
-    counts = count_tokens(conversations, target.vocab_size)
     inside = [token for token in always if token < target.vocab_size]
     vocab = choose_vocab(counts, size, inside, source=source, target=mark)
     distinct = int((counts > 0).sum())

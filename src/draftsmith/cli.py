@@ -77,11 +77,15 @@ def inspect(
 
 
 @app.command()
-def vocab(config: Config, overrides: Overrides = None) -> None:
+def vocab(
+    config: Config,
+    overrides: Overrides = None,
+    store: Annotated[Path | None, typer.Option(help="count over this store, not over the conversations")] = None,
+) -> None:
     """Count generated tokens and choose the draft vocabulary (d2t, t2d)."""
     from draftsmith.data.vocab import build_vocab
 
-    build_vocab(load_config(config, overrides or []))
+    build_vocab(load_config(config, overrides or []), store)
 
 
 @app.command()
@@ -92,6 +96,79 @@ def harvest(config: Config, overrides: Overrides = None, split: SplitOption = "b
     run = load_config(config, overrides or [])
     for name in _splits(split):
         run_verb(run, name)
+
+
+store_app = typer.Typer(help="Look into stores of hidden states, and put them together or apart.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+StoreFolder = Annotated[Path, typer.Argument(help="the folder of a finished store", metavar="STORE")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")]
+
+
+@store_app.command()
+def check(
+    store: StoreFolder,
+    target: Annotated[Path | None, typer.Option(help="its target's folder: adds the teacher guard")] = None,
+    json: AsJson = False,
+) -> None:
+    """Read every byte: hashes, counts, finite values, repeated rows, and the teacher guard; exit code 1 if one fails."""
+    from draftsmith.data.store_command import check_command
+
+    guard = None
+    if target is not None:
+        from draftsmith.train.store_guard import teacher_of
+
+        guard = teacher_of(target)
+    if not check_command(store, guard, as_json=json):
+        raise typer.Exit(1)
+
+
+@store_app.command()
+def stats(
+    store: StoreFolder,
+    vocab: Annotated[Path | None, typer.Option(help="a draft vocabulary: tells what it covers")] = None,
+    png: Annotated[Path | None, typer.Option(help="draw lengths and coverage into this file")] = None,
+    json: AsJson = False,
+) -> None:
+    """Tokens, generated share, lengths, coverage of the draft vocabulary."""
+    from draftsmith.data.store_command import stats_command
+
+    stats_command(store, vocab, png, as_json=json)
+
+
+@store_app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(help="the folder to write")],
+    stores: Annotated[list[Path], typer.Argument(help="finished stores of one target, harvested alike")],
+) -> None:
+    """Put several stores into one."""
+    from draftsmith.data.store_edit import merge as run_verb
+
+    run_verb(stores, out)
+
+
+@store_app.command()
+def split(
+    store: StoreFolder,
+    train: Annotated[Path, typer.Argument(help="the folder to write")],
+    heldout: Annotated[Path, typer.Argument(help="the folder to write")],
+    share: Annotated[float, typer.Option(help="of the conversations that are held out")] = 0.05,
+    seed: int = 0,
+) -> None:
+    """Hold out whole conversations."""
+    from draftsmith.data.store_edit import split as run_verb
+
+    run_verb(store, train, heldout, share=share, seed=seed)
+
+
+@store_app.command()
+def attach(
+    url: Annotated[str, typer.Argument(help="where harvest.location put a split: s3://BUCKET/PREFIX/train")],
+    store: Annotated[Path, typer.Argument(help="the folder to make; only the manifest is copied")],
+) -> None:
+    """Use a store whose shards lie on shared storage."""
+    from draftsmith.data.store_writer import attach as run_verb
+
+    run_verb(url, store)
 
 
 @app.command()

@@ -66,8 +66,10 @@ def make_config(tiny: Path, tmp_path: Path) -> Callable[..., RunConfig]:
 def put_conversations(tiny: Path) -> Callable[..., list[Conversation]]:
     """Write conversations with the given ids and spans as the run's training split."""
 
-    def put(config: RunConfig, parts: Sequence[tuple[list[int], list[tuple[int, int]]]]) -> list[Conversation]:
-        mark = target_mark(read_target(tiny))
+    def put(
+        config: RunConfig, parts: Sequence[tuple[list[int], list[tuple[int, int]]]], target: Path = tiny
+    ) -> list[Conversation]:
+        mark = target_mark(read_target(target))
         conversations = [
             Conversation(
                 id=f"c{number}",

@@ -91,7 +91,7 @@ def test_shards_hold_whole_conversations_up_to_the_limit(store: Path) -> None:
 
 
 def test_the_files_are_what_the_format_says(store: Path) -> None:
-    names = ["manifest.json", *(f"shard-00000-{n:05d}.safetensors" for n in range(3))]
+    names = ["manifest.json", *(f"shard-{n:05d}.safetensors" for n in range(3))]
     assert sorted(files(store)) == names
     tensors = load_file(store / names[2])
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
@@ -122,7 +122,7 @@ def test_a_resumed_store_has_the_bytes_of_an_unbroken_one(store: Path, tmp_path:
     with StoreWriter(path, provenance()) as writer:
         for item in ITEMS[:stop]:
             writer.append(item)
-    (path / "shard-00000-00002.safetensors").touch()
+    (path / "shard-00002.safetensors").touch()
     (path / ".manifest.json.partial-0123").touch()
     with StoreWriter(path, provenance()) as writer:
         # a shard is written when the next conversation comes, or when all have come
@@ -152,21 +152,21 @@ def test_a_store_of_other_provenance_is_not_continued(store: Path) -> None:
 
 
 def test_a_cut_missing_or_exchanged_shard_is_named(store: Path) -> None:
-    shard = store / "shard-00000-00001.safetensors"
+    shard = store / "shard-00001.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-10])
-    with pytest.raises(DraftsmithError, match=r"cut off(.|\n)*shard-00000-00001"):
+    with pytest.raises(DraftsmithError, match=r"cut off(.|\n)*shard-00001"):
         HarvestReader(store)
     shard.unlink()
-    with pytest.raises(DraftsmithError, match=r"missing(.|\n)*shard-00000-00001"):
+    with pytest.raises(DraftsmithError, match=r"missing(.|\n)*shard-00001"):
         HarvestReader(store)
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(DraftsmithError, match=r"bytes have changed(.|\n)*shard-00000-00001"):
+    with pytest.raises(DraftsmithError, match=r"bytes have changed(.|\n)*shard-00001"):
         HarvestReader(store).verify()
 
 
 def test_swapped_axes_are_named(store: Path) -> None:
-    shard = store / "shard-00000-00001.safetensors"
+    shard = store / "shard-00001.safetensors"
     tensors = load_file(shard)
     tensors["taps"] = tensors["taps"].transpose(0, 1).contiguous()
     save_file(tensors, shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig
-from draftsmith.data.vocab import DraftVocab, build_vocab, check_maps, choose_vocab, count_tokens
+from draftsmith.data.conversations import read_conversations
+from draftsmith.data.harvest import harvest
+from draftsmith.data.store import HarvestReader
+from draftsmith.data.synthesize import synthesize
+from draftsmith.data.vocab import DraftVocab, build_vocab, check_maps, choose_vocab, count_store, count_tokens
 
 COUNTS = torch.tensor([0, 0, 4, 9, 1, 4, 0, 7, 4, 0])
 
@@ -124,3 +129,43 @@ def test_without_conversations_it_names_the_command(make_config: Callable[..., R
     with pytest.raises(DraftsmithError, match="draftsmith synthesize"):
         build_vocab(config)
     assert not config.folder.exists()
+
+
+def test_thinking_and_tool_tokens_are_always_in(
+    make_config: Callable[..., RunConfig], put_conversations: Callable[..., list], tiny: Path, tmp_path: Path
+) -> None:
+    """Added tokens count as special even where the tokenizer does not call them so, and though they never occurred."""
+    from transformers import AutoTokenizer
+
+    other = tmp_path / "thinks"
+    shutil.copytree(tiny, other)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>"])
+    tokenizer.save_pretrained(other)
+    wanted = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<tool_call>", "<|im_end|>"])
+    config = make_config(vocab__size=9, target__path=str(other))
+    put_conversations(config, [([9, 300, 300, 300, 77, 77, 4], [(1, 7)])], target=other)
+    vocab = DraftVocab.load(build_vocab(config))
+    assert set(wanted) <= set(vocab.target_ids.tolist()) and {300, 77, 4} <= set(vocab.target_ids.tolist())
+
+
+def test_counting_in_pieces_and_over_shards_gives_the_counts_of_a_loop(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    synthesize(config, "train")
+    expected = [0] * 512
+    for conversation in read_conversations(config.conversations("train")):
+        for start, end in conversation.spans:
+            for token in conversation.input_ids[start:end]:
+                expected[token] += 1
+    monkeypatch.setattr("draftsmith.data.vocab.CHUNK", 7)
+    assert count_tokens(read_conversations(config.conversations("train")), 512).tolist() == expected
+    from_conversations = build_vocab(config).read_bytes()
+    store = harvest(config, "train")
+    assert count_store(HarvestReader(store)).tolist() == expected
+    config.vocab_file.unlink()
+    assert build_vocab(config, store).read_bytes() == from_conversations  # bound to the same source and target
+    vocab = DraftVocab.load(config.vocab_file)
+    manifest = HarvestReader(store).manifest
+    assert (vocab.source, vocab.target) == (manifest.source, manifest.target_mark)

@@ -1,0 +1,124 @@
+"""Shards that lie on shared storage: written there when they are whole, and read by ranges of rows.
+
+Any URL that fsspec knows (s3://BUCKET/PREFIX, gs://, az://, memory://). Storage like that cannot rename, so a shard is
+whole when its record, which stays in the local folder of the store, says so; the manifest goes up last.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.configs.errors import DraftsmithError
+
+DTYPES = {
+    "I64": torch.int64, "I32": torch.int32, "F32": torch.float32, "BF16": torch.bfloat16, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8,
+}  # fmt: skip
+
+LOGIN = (
+    "check the address and the credentials in the environment (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+    "AWS_ENDPOINT_URL, and pip install 'draftsmith[s3]'), then run the command again: it goes on where it stopped"
+)
+
+
+class RemoteFolder:
+    """The folder that a URL names."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    @cached_property
+    def _place(self) -> tuple[Any, str]:
+        import fsspec
+
+        with self._faults("reached"):
+            system, path = fsspec.core.url_to_fs(self.url)
+            return system, str(path).rstrip("/")
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file there."""
+        system, path = self._place
+        with self._faults("listed"):
+            system.invalidate_cache()
+            try:
+                return {Path(one["name"]).name: int(one["size"]) for one in system.ls(path, detail=True)}
+            except FileNotFoundError:
+                return {}
+
+    def put(self, file: Path) -> None:
+        """Upload a file under its own name."""
+        system, path = self._place
+        with self._faults(f"written to ({file.name})"):
+            system.makedirs(path, exist_ok=True) if not self.url.startswith("s3") else None
+            system.put_file(str(file), f"{path}/{file.name}")
+
+    def get(self, name: str, file: Path) -> None:
+        """Download a file."""
+        system, path = self._place
+        with self._faults(f"read ({name})"):
+            system.get_file(f"{path}/{name}", str(file))
+
+    def remove(self, name: str) -> None:
+        """Delete a file."""
+        system, path = self._place
+        with self._faults(f"cleared ({name})"):
+            system.rm_file(f"{path}/{name}")
+
+    def ranges(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Bytes [first, last) of a file, several ranges at once."""
+        system, path = self._place
+        with self._faults(f"read ({name})"):
+            wanted = [span for span in spans if span[0] < span[1]]
+            found = iter(
+                system.cat_ranges([f"{path}/{name}"] * len(wanted), [a for a, _ in wanted], [b for _, b in wanted], on_error="raise")
+            )  # fmt: skip
+            return [next(found) if first < last else b"" for first, last in spans]
+
+    @contextmanager
+    def _faults(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except DraftsmithError:
+            raise
+        except Exception as error:  # drivers raise what they like
+            raise DraftsmithError(
+                f"the shared storage could not be {doing}: {type(error).__name__}: {str(error)[:300]}", where=self.url,
+                mend=LOGIN,
+            ) from error  # fmt: skip
+
+
+class RemoteShard:
+    """One shard there, read like an opened safetensors file."""
+
+    def __init__(self, folder: RemoteFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    @cached_property
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        (start,) = self._folder.ranges(self._name, [(0, 8)])
+        (length,) = struct.unpack("<Q", start)
+        (head,) = self._folder.ranges(self._name, [(8, 8 + length)])
+        return 8 + length, json.loads(head)
+
+    def rows(self, names: Sequence[str], here: slice) -> dict[str, torch.Tensor]:
+        """Rows of several tensors, in one round trip."""
+        base, header = self._header
+        spans = []
+        for name in names:
+            first, last = header[name]["data_offsets"]
+            width = (last - first) // max(1, header[name]["shape"][0])
+            spans.append((base + first + here.start * width, base + first + here.stop * width))
+        return {
+            name: torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            .view(DTYPES[header[name]["dtype"]])
+            .reshape(here.stop - here.start, *header[name]["shape"][1:])
+            for name, data in zip(names, self._folder.ranges(self._name, spans), strict=True)
+        }

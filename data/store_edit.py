@@ -1,0 +1,164 @@
+"""`draftsmith store merge` and `store split`: new stores out of finished ones, going on where an earlier try stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftsmith.configs.console import closing, meter
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import atomic_file, sha256_file, sha256_json
+from draftsmith.data.store import HarvestReader, Provenance
+from draftsmith.data.store_writer import SHARD, StoreWriter, as_bytes, plan_shards
+
+MUST_AGREE = (
+    "target",
+    "taps",
+    "tap_convention",
+    "final_state",
+    "hidden_size",
+    "vocab_size",
+    "stored_in",
+    "computed_in",
+)
+"""What the states of one store have in common, in the order in which differences are named."""
+
+
+def merge(sources: Sequence[Path], out: Path) -> Path:
+    """Put the shards of several stores into one; files are linked where the file system can, else copied.
+
+    Raises:
+        DraftsmithError: other targets (config, weights, tokenizer or chat template), taps or codecs; a conversation
+            that stands in two of them; a damaged source; another store at `out`.
+    """
+    readers = [HarvestReader(source) for source in sources]
+    first = readers[0]
+    for other in readers[1:]:
+        _refuse_difference(first, other)
+    origin: dict[str, Path] = {}
+    for reader in readers:
+        for name in reader.ids:
+            if name in origin:
+                raise DraftsmithError(
+                    f"conversation {name} stands in two of the stores", where=reader.path, found=str(origin[name]),
+                    mend="merge stores of different prompts",
+                )  # fmt: skip
+            origin[name] = reader.path
+    manifests = [reader.manifest for reader in readers]
+    provenance = Provenance(
+        **first.manifest.model_dump(include={*MUST_AGREE, "target_mark"}),
+        source=sha256_json([manifest.source for manifest in manifests]),
+        planned=len(origin),
+        max_length=max(manifest.max_length for manifest in manifests),
+        shard_tokens=max(manifest.shard_tokens for manifest in manifests),
+    )
+    shards = [(reader, place) for reader in readers for place in range(len(reader.manifest.shards))]
+    with StoreWriter(out, provenance) as writer, meter("merge", len(shards), "shards") as progress:
+        for number, (reader, place) in enumerate(shards):
+            if number not in writer.finished and not writer.complete:
+                shard = reader.manifest.shards[place]
+                moved = shard.model_copy(update={"file": SHARD.format(number)})
+                with reader.shard_file(place) as file:
+                    _link_or_copy(file, out / moved.file, shard.sha256)
+                writer.record(moved)
+            progress.advance(1)
+    tokens = sum(manifest.tokens for manifest in manifests)
+    closing(f"{out}: {len(origin):,} conversations, {tokens:,} tokens from {len(readers)} stores")
+    return out
+
+
+def split(source: Path, train: Path, heldout: Path, *, share: float, seed: int) -> tuple[Path, Path]:
+    """Divide a store by conversation: `share` of them are held out. Which ones, only seed and ids decide.
+
+    Sequences of one conversation (`ID#2`) stay together.
+
+    Raises:
+        DraftsmithError: `share` leaves one side empty; another store at `train` or `heldout`.
+    """
+    reader = HarvestReader(source)
+    known = set(reader.ids)
+
+    def conversation(name: str) -> str:
+        base = re.sub(r"#\d+$", "", name)
+        return base if base in known else name
+
+    names = sorted({conversation(name) for name in reader.ids}, key=lambda name: _draw(seed, name))
+    chosen = set(names[: round(share * len(names))])
+    if not 0 < len(chosen) < len(names):
+        raise DraftsmithError(
+            "one side of the split would be empty", where=source, found=f"{share:g} of {len(names):,} conversations",
+            expected="a share that leaves at least one on each side",
+        )  # fmt: skip
+    parts: list[tuple[Path, list[int]]] = [(train, []), (heldout, [])]
+    for index, name in enumerate(reader.ids):
+        parts[conversation(name) in chosen][1].append(index)
+    for path, indices in parts:
+        _copy(reader, indices, path, [reader.manifest.source, seed, share, path == heldout])
+        closing(f"{path}: {len(indices):,} conversations, {sum(reader.lengths[index] for index in indices):,} tokens")
+    return train, heldout
+
+
+def _draw(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
+
+
+def _copy(reader: HarvestReader, indices: Sequence[int], out: Path, mark: list[object]) -> None:
+    """Write these conversations, bit by bit as they are stored, into a store of their own."""
+    lengths = [reader.lengths[index] for index in indices]
+    provenance = Provenance(
+        **reader.manifest.model_dump(include=set(Provenance.model_fields) - {"source", "planned", "location"}),
+        source=sha256_json(mark),
+        planned=len(indices),
+    )
+    with StoreWriter(out, provenance) as writer, meter("split", sum(lengths), "tokens") as progress:
+        for number, part in enumerate(plan_shards(lengths, provenance.shard_tokens)):
+            if number not in writer.finished:
+                shard = writer.shard(number, [lengths[place] for place in part]).open()
+                try:
+                    for place in part:
+                        tokens, states = reader.stored(indices[place])
+                        shard.put(
+                            place - part.start, reader.about(indices[place]), tokens["input_ids"].numpy(),
+                            tokens["generated"].numpy(), tokens["argmax"].numpy(),
+                            {name: as_bytes(rows) for name, rows in states.items()},
+                        )  # fmt: skip
+                except BaseException as error:
+                    shard.abandon(error)
+                    raise
+                writer.record(shard.close())
+            progress.advance(sum(lengths[place] for place in part))
+
+
+def _link_or_copy(source: Path, destination: Path, sha256: str) -> None:
+    with atomic_file(destination) as temporary:
+        try:
+            os.link(source, temporary)
+            return
+        except OSError:
+            shutil.copyfile(source, temporary)
+        found = sha256_file(temporary)
+        if found != sha256:
+            raise DraftsmithError(
+                "a shard's bytes have changed since it was written", where=source, found=f"sha256 {found}",
+                expected=sha256, mend="harvest that store again",
+            )  # fmt: skip
+
+
+def _refuse_difference(first: HarvestReader, other: HarvestReader) -> None:
+    for name in MUST_AGREE:
+        one, two = getattr(first.manifest, name), getattr(other.manifest, name)
+        if one == two:
+            continue
+        what = {"stored_in": "codec", "computed_in": "dtype while harvesting"}.get(name, name.replace("_", " "))
+        if name == "target":
+            keys = [key for key in sorted(one.keys() | two.keys()) if one.get(key) != two.get(key)]
+            what = "target: its " + ", ".join(key.replace("_", " ") for key in keys)
+            one, two = ({key: mark.get(key) for key in keys} for mark in (one, two))
+        raise DraftsmithError(
+            f"the stores do not belong together: they differ in {what}", where=f"{first.path} and {other.path}",
+            found=two, expected=one, mend="merge only stores of one target, harvested alike",
+        )  # fmt: skip
