@@ -34,7 +34,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         import s3fs
 
         s3fs.S3FileSystem.clear_instance_cache()
-        yield remote.s3_client(environment)
+        client = remote.s3_client(environment)
+        for name in remote.s3_objects(client):  # moto's buckets outlive its servers
+            client.delete_object(Bucket="shared", Key=name)
+        yield client
         s3fs.S3FileSystem.clear_instance_cache()
 
 
