@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from draftsmith.configs.drafter import DrafterSpec, RopeSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import load_config
 from draftsmith.data.store import HarvestReader, Provenance
@@ -183,6 +184,29 @@ def test_counted_work_agrees_with_what_torch_counts(inputs, drafter):
         loss.backward()
     seen = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op))
     assert step_flops(inputs.spec, [window], STEPS) == pytest.approx(seen, rel=0.1)
+
+
+def test_work_is_counted_as_by_hand():
+    """Five generated tokens after one, two steps: 4 and 3 drafts over 4 keys, 4 teaching positions, 19 scores a head."""
+    spec = DrafterSpec(
+        hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=6, vocab_size=40,
+        draft_vocab_size=24, target_hidden_size=16, target_num_layers=8, taps=(2, 4, 5), rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=100.0), max_position_embeddings=64,
+    )  # fmt: skip
+    generated = torch.tensor([False, True, True, True, True, True])
+    window = Window(
+        ids=torch.zeros(6), generated=generated, turn=generated.long(), taps=torch.zeros(0), final=torch.zeros(0),
+        argmax=torch.zeros(6), start=0, stop=6, greedy=True,
+    )  # fmt: skip
+    by_hand = {
+        "fc 16 x 48, no gradient in its input": 2 * 768 * 4 * 2,
+        "k and v 12 x (16 + 16), 4 keys and 3 later rows, 5 tokens fed": 2 * (2 * 192 * 7 * 3 + 2 * 192 * 5 * 3),
+        "q 24 x (16 + 16), 7 drafts, 5 tokens fed": 2 * 384 * 7 * 3 + 2 * 384 * 5 * 3,
+        "o, gate, up, down, head, 384 each": 5 * (2 * 384 * 7 * 3),
+        "teacher 24 x 16, forward only": 2 * 384 * 4,
+        "scores and mixing, 4 heads of 6": 3 * 2 * 2 * 4 * 6 * (1 + 2 + 3 + 4 + 2 + 3 + 4),
+    }
+    assert step_flops(spec, [window], 2) == sum(by_hand.values()) == 156_768
 
 
 @pytest.fixture
