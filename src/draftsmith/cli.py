@@ -196,12 +196,18 @@ def evaluate(
         Path | None, typer.Option(help="a checkpoint or converted folder; default: the run's best checkpoint")
     ] = None,
     store: Annotated[Path | None, typer.Option(help="a store; default: the run's held-out one")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="of sampled verification, any number of times; default: 1.0")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
 ) -> None:
-    """Predict the accept length by replaying greedy chains on held-out conversations."""
-    from draftsmith.convert.evaluate import evaluate as run_verb
+    """Predict the accept length for 1 to 8 drafts by replaying chains on held-out conversations."""
+    from draftsmith.accept.evaluate import evaluate as run_verb
 
-    run_verb(load_config(config, overrides or []), drafter=drafter, store=store, as_json=json)
+    temperatures = tuple(temperature or (1.0,))
+    run_verb(
+        load_config(config, overrides or []), drafter=drafter, store=store, temperatures=temperatures, as_json=json
+    )
 
 
 @app.command()
@@ -299,7 +305,7 @@ def forecast(
     json: Annotated[bool, typer.Option("--json", help="print the forecast as JSON on standard output")] = False,
 ) -> None:
     """Speed-up for every depth from acceptance and measured costs, and whether to deploy at all."""
-    from draftsmith.convert.forecast_command import forecast_command
+    from draftsmith.accept.forecast_command import forecast_command
 
     forecast_command(
         acceptance, decode_ms=decode_ms, draft_ms=draft_ms, verify_ms=verify_ms, costs=costs, most=steps, png=png,

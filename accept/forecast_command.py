@@ -8,9 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from draftsmith.configs.console import closing, console, out, table
-from draftsmith.configs.errors import DraftsmithError
-from draftsmith.convert.forecast import (
+from draftsmith.accept.forecast import (
     Costs,
     Forecast,
     draw,
@@ -20,6 +18,8 @@ from draftsmith.convert.forecast import (
     read_costs,
     read_verify,
 )
+from draftsmith.configs.console import closing, console, out, table
+from draftsmith.configs.errors import DraftsmithError
 
 
 def forecast_command(
