@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from draftsmith.accept.scores import teaching_rows
 from draftsmith.train.batch import Batch, StepRows
 from draftsmith.train.evaluate import HEAD_ROWS, resampled
 from draftsmith.train.model import Drafter
@@ -106,9 +107,7 @@ class SampledObserver:
     def _begin(self, batch: Batch) -> None:
         """The normaliser of each teaching row's full distribution, and which row teaches which draft."""
         lessons = batch.lessons
-        teacher = torch.empty_like(lessons.order)
-        teacher[lessons.order] = lessons.taught[lessons.place]
-        self._teachers = list(teacher.split([len(rows.labels) for rows in batch.steps]))
+        self._teachers = teaching_rows(batch)
         self._running = {}
         self._totals = {t: batch.final.new_zeros(len(batch.final), dtype=torch.float32) for t in self.temperatures}
         for rows in lessons.taught.split(HEAD_ROWS):

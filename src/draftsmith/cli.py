@@ -313,6 +313,59 @@ def forecast(
     )  # fmt: skip
 
 
+@app.command("serve-check")
+def serve_check(
+    engine: Annotated[str, typer.Argument(help="sglang or vllm")],
+    config: Config,
+    overrides: Overrides = None,
+    drafter: Annotated[Path | None, typer.Option(help="a converted drafter; default: the run's")] = None,
+    steps: Annotated[int | None, typer.Option(help="drafted tokens a chain; default: evaluate.draft_steps")] = None,
+    limit: Annotated[int | None, typer.Option(help="serve the first N held-out conversations; default: all")] = None,
+    url: Annotated[str | None, typer.Option(help="a server that runs already, with the drafter")] = None,
+    plain_url: Annotated[str | None, typer.Option(help="one without the drafter, to compare answers and speed")] = None,
+    engine_python: Annotated[Path | None, typer.Option(help="the engine's Python or virtual environment")] = None,
+    start_timeout: Annotated[float, typer.Option(help="seconds for an engine to be ready")] = 300.0,
+    timeout: Annotated[float, typer.Option(help="seconds for everything")] = 1800.0,
+    max_running: Annotated[int, typer.Option(help="requests at once")] = 24,
+    explain: Annotated[bool, typer.Option(help="look for the cause of a bad verdict")] = True,
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
+) -> None:
+    """Serve held-out prompts with a real engine, beside the prediction; exit code 1 if they differ."""
+    from draftsmith.accept.serve_check import serve_check as run_verb
+    from draftsmith.convert.engine_loader import parse_engines
+
+    engines = parse_engines([engine])
+    if len(engines) != 1:
+        raise DraftsmithError("one engine at a time", where="ENGINE", found=engine, expected="sglang or vllm")
+    found = run_verb(
+        engines[0], load_config(config, overrides or []), drafter=drafter, steps=steps, conversations=limit, url=url,
+        plain_url=plain_url, python=engine_python, start_limit=start_timeout, limit=timeout, max_running=max_running,
+        explain=explain, as_json=json,
+    )  # fmt: skip
+    if not found.good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def probe(
+    drafter: Annotated[Path, typer.Argument(help="a converted folder or a training checkpoint")],
+    config: Config,
+    overrides: Overrides = None,
+    store: Annotated[Path | None, typer.Option(help="judge this store's states too; default: the held-out one")] = None,
+    limit: Annotated[int, typer.Option(help="held-out conversations, at most")] = 48,
+    steps: Annotated[int, typer.Option(help="drafts a chain")] = 3,
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
+) -> None:
+    """Which taps, norms, RoPE and draft vocabulary was a drafter trained with? Exit code 1 if not those it describes."""
+    from draftsmith.accept.probe import probe as run_verb
+
+    found = run_verb(
+        load_config(config, overrides or []), drafter, store=store, conversations=limit, steps=steps, as_json=json
+    )
+    if not found.as_described:
+        raise typer.Exit(1)
+
+
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
     if version:

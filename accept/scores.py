@@ -1,0 +1,202 @@
+"""How well a way to read a drafter's weights fits the target: expected log-probability over chains, conversation by conversation.
+
+The score of a draft is sum_v p_v log((1 - e) q_v + e / V) in nats: p the target's distribution, q the drafter's over
+its own tokens, e = 0.01 so that tokens outside the draft vocabulary cost a finite amount. It is far more sensitive than
+acceptance: neighbouring taps that accept the same tokens differ by hundredths of a nat, and the difference is paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.accept.spot import Spot
+from draftsmith.train.batch import Batch, pack
+from draftsmith.train.evaluate import HEAD_ROWS
+from draftsmith.train.model import Drafter
+from draftsmith.train.unroll import unroll_steps
+
+FLOOR = 0.01
+BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over the drafts of each conversation.
+
+    Attributes:
+        nats: (conversations, steps), sum of the score over drafts.
+        drafts: (conversations, steps), number of drafts.
+        right: (conversations, steps), drafts that equal the label, given right ones before them.
+    """
+
+    nats: np.ndarray
+    drafts: np.ndarray
+    right: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        """Nats a draft."""
+        return float(self.nats.sum() / max(1, self.drafts.sum()))
+
+    @property
+    def by_step(self) -> list[float]:
+        """Nats a draft at each step."""
+        return (self.nats.sum(0) / np.maximum(1, self.drafts.sum(0))).tolist()
+
+    @property
+    def acc(self) -> list[float]:
+        """Share of right drafts at each step."""
+        return (self.right.sum(0) / np.maximum(1, self.drafts.sum(0))).tolist()
+
+    def against(self, other: Score) -> tuple[float, float]:
+        """Mean difference self - other in nats a draft, and its standard error over conversations."""
+        gained, count = (self.nats - other.nats).sum(1), self.drafts.sum(1)
+        mean = gained.sum() / max(1, count.sum())
+        spread = gained - mean * count
+        units = len(count)
+        error = np.sqrt((spread**2).sum() * units / max(1, units - 1)) / max(1, count.sum())
+        return float(mean), float(error)
+
+
+class Bench:
+    """Conversations and the target's head, ready to score one way of reading after another.
+
+    Args:
+        spots: harvested with every tap that will be asked for.
+        head: (V, H).
+        steps: drafts a chain.
+    """
+
+    def __init__(self, spots: Sequence[Spot], head: Tensor, steps: int) -> None:
+        self.spots, self.head, self.steps = spots, head.float(), steps
+        self._batches: dict[tuple[tuple[int, ...], int], list[tuple[list[int], Batch]]] = {}
+        self._totals: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def score(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor, shift: int = 0) -> Score:
+        """Score a drafter that reads `taps` of index t + shift and whose drafts mean `targets` int64 (D,)."""
+        nats, drafts, right = (np.zeros((len(self.spots), self.steps)) for _ in range(3))
+        usable = (targets >= 0) & (targets < len(self.head))
+        rows_of_head = self.head[targets.clamp(0, len(self.head) - 1)]
+        for members, batch in self._packed(taps, shift):
+            teachers = teaching_rows(batch)
+            total = self._total(members[0], batch)
+            for step, (rows, normed) in enumerate(unroll_steps(drafter, batch)):
+                values, hits = [], []
+                for state, teacher, label in zip(
+                    normed.split(HEAD_ROWS), teachers[step].split(HEAD_ROWS), rows.labels.split(HEAD_ROWS), strict=True
+                ):
+                    logits = drafter.lm_head(state).float()
+                    p = (batch.final[teacher] @ rows_of_head.T - total[teacher, None]).exp() * usable
+                    q = (1 - FLOOR) * logits.softmax(-1) + FLOOR / len(self.head)
+                    outside = (1 - p.sum(-1)).clamp(min=0)
+                    values.append((p * q.log()).sum(-1) + outside * np.log(FLOOR / len(self.head)))
+                    hits.append((targets[logits.argmax(-1)] == label).float())
+                for place, number in enumerate(members):
+                    own = slice(rows.segments.query_bounds[place], rows.segments.query_bounds[place + 1])
+                    nats[number, step] = float(torch.cat(values)[own].double().sum())
+                    right[number, step] = float(torch.cat(hits)[own].sum())
+                    drafts[number, step] = own.stop - own.start
+        return Score(nats, drafts, right)
+
+    @torch.no_grad()
+    def teacher_gap(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor) -> tuple[float, float]:
+        """Mean KL(teacher || drafter) over the draft vocabulary at the first step: with the head's true input, and with
+        the state before the target's final norm in its place."""
+        rows_of_head, sums, count = self.head[targets], [0.0, 0.0], 0
+        for members, batch in self._packed(taps, 0):
+            teacher = teaching_rows(batch)[0]
+            unnormed = torch.cat([self.spots[number].unnormed[: len(self._window(number))] for number in members])
+            rows, normed = next(iter(unroll_steps(drafter, batch)))
+            log_q = drafter.lm_head(normed).float().log_softmax(-1)
+            for place, states in enumerate((batch.final, unnormed)):
+                log_p = (states[teacher] @ rows_of_head.T).log_softmax(-1)
+                sums[place] += float((log_p.exp() * (log_p - log_q)).sum())
+            count += len(rows.labels)
+        return sums[0] / max(1, count), sums[1] / max(1, count)
+
+    @torch.no_grad()
+    def mask_evidence(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor) -> dict[str, tuple[float, int]]:
+        """Mean log-probability of the text's own next token at the first step, and its number of drafts: at the first
+        draft of a turn, at later ones, and behind the turn's end, where an aligned mask never trains."""
+        draft_of = torch.full((len(self.head),), -1, dtype=torch.int64)
+        draft_of[targets] = torch.arange(len(targets))
+        found: dict[str, list[float]] = {"first": [], "later": [], "behind": []}
+        for spot in self.spots:
+            window = spot.window(taps, with_added=True)
+            everything = torch.ones(len(window.ids), dtype=torch.bool)
+            free = type(window)(**{**window.__dict__, "generated": everything, "turn": torch.zeros_like(window.turn)})
+            batch = pack([free], 1)
+            rows, normed = next(iter(unroll_steps(drafter, batch)))
+            log_q = drafter.lm_head(normed).float().log_softmax(-1)
+            label = window.ids[rows.keep + 2]
+            place = draft_of[label]
+            own = log_q.gather(1, place.clamp(min=0)[:, None])[:, 0]
+            generated = spot.generated
+            for t, value, inside in zip(rows.keep.tolist(), own.tolist(), (place >= 0).tolist(), strict=True):
+                if not inside:
+                    continue
+                if generated[t + 1] and generated[t + 2]:
+                    found["later" if generated[t] else "first"].append(value)
+                elif generated[t + 1] and not generated[t + 2]:
+                    found["behind"].append(value)
+        return {
+            name: (float(np.mean(values)) if values else float("nan"), len(values)) for name, values in found.items()
+        }
+
+    def _window(self, number: int) -> Tensor:
+        spot = self.spots[number]
+        return spot.ids[: len(spot.ids) - spot.added]
+
+    def _packed(self, taps: tuple[int, ...], shift: int) -> list[tuple[list[int], Batch]]:
+        key = taps, shift
+        if key not in self._batches:
+            self._batches.clear()  # the taps of one way at a time
+            groups: list[list[int]] = [[]]
+            for number, spot in enumerate(self.spots):
+                if not bool((spot.generated[1:] & spot.generated[:-1]).any()):
+                    continue
+                if groups[-1] and sum(len(self._window(n)) for n in groups[-1]) + len(spot.ids) > BATCH_TOKENS:
+                    groups.append([])
+                groups[-1].append(number)
+            self._batches[key] = [
+                (members, pack([self.spots[n].window(taps, shift) for n in members], self.steps))
+                for members in groups
+                if members
+            ]
+        return self._batches[key]
+
+    def _total(self, first: int, batch: Batch) -> Tensor:
+        """log of the sum of exp of all logits, for the rows of `batch.final` that teach."""
+        if first not in self._totals:
+            total = torch.zeros(len(batch.final))
+            for rows in batch.lessons.taught.split(HEAD_ROWS):
+                total[rows] = torch.logsumexp(batch.final[rows] @ self.head.T, dim=-1)
+            self._totals[first] = total
+        return self._totals[first]
+
+
+def teaching_rows(batch: Batch) -> list[Tensor]:
+    """For each step, the row of `batch.final` that teaches each of its drafts."""
+    lessons = batch.lessons
+    teacher = torch.empty_like(lessons.order)
+    teacher[lessons.order] = lessons.taught[lessons.place]
+    return list(teacher.split([len(rows.labels) for rows in batch.steps]))
+
+
+def spectrum(weight: Tensor) -> float:
+    """The largest singular value as a multiple of what independent random entries of the same spread would have.
+
+    Such a (m, n) matrix has sigma (sqrt m + sqrt n), whatever the entries' distribution (Bai and Yin, 1993): about 1 for
+    a matrix that nothing was learnt into, more once training has added directions to it.
+    """
+    rows, columns = weight.shape
+    centred: Any = weight.double() - weight.double().mean()
+    edge = float(centred.std()) * (rows**0.5 + columns**0.5)
+    return float(torch.linalg.matrix_norm(centred, 2)) / edge if edge else 0.0
