@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.accept.report import write_evaluation
 from draftsmith.accept.sampled import Sampled, SampledObserver
 from draftsmith.configs.console import closing, console, out, table
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import write_json
+from draftsmith.configs.files import read_json, write_json
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.canonical import CanonicalDrafter
@@ -38,6 +39,7 @@ class Measured(Evaluation):
     Attributes:
         depths: K -> acceptance as served at that depth, for K = 1..8.
         depths_all_positions: K -> acceptance of chains from every index.
+        acc_deep: acc_i to the deepest of them.
         sampled: one entry a temperature.
         context_length: the target's; buckets of `by_context` reach up to it.
         tokens: rows of the conversations replayed. seconds: the pass took so long, reading included.
@@ -45,6 +47,7 @@ class Measured(Evaluation):
 
     depths: dict[int, Acceptance]
     depths_all_positions: dict[int, Acceptance]
+    acc_deep: list[float]
     sampled: list[Sampled]
     context_length: int
     tokens: int
@@ -93,12 +96,13 @@ def evaluate(
         **measured.model_dump(mode="json"),
     }
     write_json(result, content)
+    _, page = write_evaluation(read_json(result, what="the evaluation"), result)
     if as_json:
         out.print_json(data=content)
     else:
         _show(measured)
     closing(
-        f"{result} (drafter: {canonical.origin})",
+        f"{result} and {page.name} (drafter: {canonical.origin})",
         f"draftsmith convert {config.training} --target {config.target.path} --out {config.drafter_folder}"
         if drafter is None
         else None,
@@ -143,6 +147,7 @@ def measure(
         **summarize(capped[settings.draft_steps], settings.draft_steps, categories).model_dump(),
         depths={depth: found.as_served for depth, found in by_depth.items()},
         depths_all_positions={depth: found.all_positions for depth, found in by_depth.items()},
+        acc_deep=by_depth[DEPTHS].acc,
         sampled=observer.result() if observer else [],
         context_length=target.context_length,
         tokens=tokens,

@@ -35,7 +35,7 @@ CLEAR = 3.0
 SURE = 4.0
 """Standard errors from which a variant is given up before every conversation was read."""
 
-SMALL = 0.003
+SMALL = 0.0005
 """Nats a draft below which a better variant is not worth naming, however sure."""
 
 FIRST = 6
@@ -153,9 +153,11 @@ def judge(
         heat = race(candidates, network, spots, head, steps, {v.name: v.group for v in choices})
         rows += _rows(number, heat)
         alike = heat.alike
+        if not heat.leader:
+            break
         gained, error = heat.scores[heat.leader].against(_same(heat.scores[""], heat.scores[heat.leader]))
-        if not heat.leader or gained < max(SMALL, CLEAR * error):
-            alike = [] if not heat.leader else sorted({heat.leader, *heat.alike} - {""})
+        if gained < max(SMALL, CLEAR * error):
+            alike = [name for name in (heat.leader, *heat.alike) if name]
             break
         current = candidates[heat.leader]
         taken.append(next(v for v in choices if v.name == heat.leader))
@@ -216,14 +218,20 @@ def race(
                 scores[name] = _joined(scores[name], part) if name in scores else part
                 progress.advance(len(bench.spots), name)
             first, size = first + size, first + size
-            leader = max(alive, key=lambda n: scores[n].mean)
+            leader = _leader(alive, scores)
             alive = [n for n in alive if n in ("", leader) or not _behind(scores[leader], scores[n], SURE)]
-    leader = max(alive, key=lambda n: scores[n].mean)
+    leader = _leader(alive, scores)
     near = [n for n in alive if n == leader or not _behind(scores[leader], scores[n], 2.0)]
     if "" in near:
         return Heat("", [n for n in near if n], scores)
     same = [n for n in near if groups.get(n) == groups.get(leader)]
     return Heat(same[0], [n for n in near if n != same[0]], scores)
+
+
+def _leader(alive: Sequence[str], scores: dict[str, Score]) -> str:
+    """The nearest to the target; not one that gets clearly fewer drafts right than the way it is a variant of."""
+    sound = [n for n in alive if not n or not _behind(_as_hits(scores[""]), _as_hits(scores[n]), CLEAR)]
+    return max(sound, key=lambda n: scores[n].mean)
 
 
 def tensor_findings(network: Network) -> list[Finding]:
@@ -326,9 +334,14 @@ def _rows(number: int, heat: Heat) -> list[Row]:
 
 
 def _behind(leader: Score, other: Score, errors: float) -> bool:
-    """Whether `other` is behind by so many standard errors, on the conversations that both have read."""
-    difference, error = _same(leader, other).against(other)
-    return difference > errors * error and difference > 0
+    """Whether `other` is behind by so many standard errors, in distance or in right drafts, where both were scored."""
+    pairs = (_same(leader, other), other), (_as_hits(_same(leader, other)), _as_hits(other))
+    differences = [one.against(rest) for one, rest in pairs]
+    return any(difference > max(0.0, errors * error) for difference, error in differences)
+
+
+def _as_hits(score: Score) -> Score:
+    return replace(score, nats=score.right)
 
 
 def _same(longer: Score, shorter: Score) -> Score:

@@ -1,8 +1,9 @@
-"""How well a way to read a drafter's weights fits the target: expected log-probability over chains, conversation by conversation.
+"""How well a way to read a drafter's weights fits the target: its distance to the target's distribution along chains.
 
-The score of a draft is sum_v p_v log((1 - e) q_v + e / V) in nats: p the target's distribution, q the drafter's over
-its own tokens, e = 0.01 so that tokens outside the draft vocabulary cost a finite amount. It is far more sensitive than
-acceptance: neighbouring taps that accept the same tokens differ by hundredths of a nat, and the difference is paired.
+The score of a draft is -KL(p || (p + q) / 2) in nats: p the target's distribution, q the drafter's over its own tokens. It
+lies between -log 2 and 0, so that tokens outside the draft vocabulary and hopeless positions cost a bounded amount. On
+SmolLM2-135M it tells taps one layer off (28 conversations, 8,400 drafts) with 4.8 standard errors of the paired
+difference, where the log-probability has 2.0 and acceptance 3.3: a few hopeless positions drown the former.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from draftsmith.train.evaluate import HEAD_ROWS
 from draftsmith.train.model import Drafter
 from draftsmith.train.unroll import unroll_steps
 
-FLOOR = 0.01
 BATCH_TOKENS = 2048
 
 
@@ -93,10 +93,11 @@ class Bench:
                     normed.split(HEAD_ROWS), teachers[step].split(HEAD_ROWS), rows.labels.split(HEAD_ROWS), strict=True
                 ):
                     logits = drafter.lm_head(state).float()
-                    p = (batch.final[teacher] @ rows_of_head.T - total[teacher, None]).exp() * usable
-                    q = (1 - FLOOR) * logits.softmax(-1) + FLOOR / len(self.head)
+                    log_p = batch.final[teacher] @ rows_of_head.T - total[teacher, None]
+                    p, q = log_p.exp() * usable, logits.softmax(-1)
                     outside = (1 - p.sum(-1)).clamp(min=0)
-                    values.append((p * q.log()).sum(-1) + outside * np.log(FLOOR / len(self.head)))
+                    ratio = ((p + q) / 2).clamp(min=1e-30).log() - log_p
+                    values.append((p * ratio).sum(-1) - outside * np.log(2))
                     hits.append((targets[logits.argmax(-1)] == label).float())
                 for place, number in enumerate(members):
                     own = slice(rows.segments.query_bounds[place], rows.segments.query_bounds[place + 1])

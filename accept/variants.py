@@ -139,7 +139,9 @@ def _flags(network: Network) -> Iterator[Variant]:
 
 def _rope(network: Network, target_theta: float) -> Iterator[Variant]:
     rope = network.spec.rope
-    for theta in sorted({*THETAS, target_theta} - {rope.theta}):
+    for theta in dict.fromkeys((target_theta, *THETAS)):
+        if theta == rope.theta:
+            continue
         yield Variant(
             "theta", f"theta {theta:g}", f"it was trained with RoPE base {theta:g}, the description says {rope.theta:g}",
             f"draftsmith convert CHECKPOINT --rope-theta {theta:g}",
