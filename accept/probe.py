@@ -229,8 +229,8 @@ def race(
 
 
 def _leader(alive: Sequence[str], scores: dict[str, Score]) -> str:
-    """The nearest to the target; not one that gets clearly fewer drafts right than the way it is a variant of."""
-    sound = [n for n in alive if not n or not _behind(_as_hits(scores[""]), _as_hits(scores[n]), CLEAR)]
+    """The nearest to the target; not one that is clearly worse in another measure than the way it is a variant of."""
+    sound = [n for n in alive if not n or not _behind(scores[""], scores[n], CLEAR, ("logs", "right"))]
     return max(sound, key=lambda n: scores[n].mean)
 
 
@@ -333,21 +333,16 @@ def _rows(number: int, heat: Heat) -> list[Row]:
     return rows
 
 
-def _behind(leader: Score, other: Score, errors: float) -> bool:
-    """Whether `other` is behind by so many standard errors, in distance or in right drafts, where both were scored."""
-    pairs = (_same(leader, other), other), (_as_hits(_same(leader, other)), _as_hits(other))
-    differences = [one.against(rest) for one, rest in pairs]
+def _behind(leader: Score, other: Score, errors: float, metrics: Sequence[str] = ("nats", "logs", "right")) -> bool:
+    """Whether `other` is behind by so many standard errors in any of the measures, where both were scored."""
+    differences = [_same(leader, other).against(other, metric) for metric in metrics]
     return any(difference > max(0.0, errors * error) for difference, error in differences)
-
-
-def _as_hits(score: Score) -> Score:
-    return replace(score, nats=score.right)
 
 
 def _same(longer: Score, shorter: Score) -> Score:
     count = len(shorter.nats)
-    return Score(longer.nats[:count], longer.drafts[:count], longer.right[:count])
+    return Score(longer.nats[:count], longer.logs[:count], longer.drafts[:count], longer.right[:count])
 
 
 def _joined(one: Score, other: Score) -> Score:
-    return Score(*(np.concatenate([getattr(one, n), getattr(other, n)]) for n in ("nats", "drafts", "right")))
+    return Score(*(np.concatenate([getattr(one, n), getattr(other, n)]) for n in ("nats", "logs", "drafts", "right")))

@@ -70,11 +70,7 @@ class Server:
         model = self._model() if self.engine == "vllm" else ""
         began = time.monotonic()
         with ThreadPoolExecutor(concurrency) as pool:
-            outputs = list(
-                pool.map(
-                    lambda prompt: self._answer(prompt, prompts["stop_token_ids"], model, drafted), prompts["prompts"]
-                )
-            )
+            outputs = list(pool.map(lambda prompt: self._answer(prompt, prompts, model, drafted), prompts["prompts"]))
         seconds = time.monotonic() - began
         counters = {name: value - before.get(name, 0) for name, value in self._totals().items()} if drafted else {}
         return Served(outputs, 0.0, seconds, counters)
@@ -97,16 +93,17 @@ class Server:
         except (OSError, ValueError):
             return "unknown"
 
-    def _answer(self, prompt: Mapping[str, Any], stop: list[int], model: str, drafted: bool) -> Output:
-        ids, new = prompt["input_ids"], prompt["max_new_tokens"]
+    def _answer(self, prompt: Mapping[str, Any], document: Mapping[str, Any], model: str, drafted: bool) -> Output:
+        ids, new, stop = prompt["input_ids"], prompt["max_new_tokens"], document["stop_token_ids"]
+        ignore = bool(document.get("ignore_eos"))
         try:
             if self.engine == "vllm":
                 said = self._post("/v1/completions", {
                     "model": model, "prompt": ids, "max_tokens": new, "temperature": 0, "stop_token_ids": stop,
-                    "return_token_ids": True,
+                    "return_token_ids": True, "ignore_eos": ignore,
                 })  # fmt: skip
                 return Output(prompt["id"], list(said["choices"][0]["token_ids"]))
-            sampling = {"temperature": 0, "max_new_tokens": new, "stop_token_ids": stop}
+            sampling = {"temperature": 0, "max_new_tokens": new, "stop_token_ids": stop, "ignore_eos": ignore}
             said = self._post("/generate", {"input_ids": ids, "sampling_params": sampling})
             output, meta = Output(prompt["id"], list(said["output_ids"])), said["meta_info"]
             if drafted and "spec_verify_ct" in meta:

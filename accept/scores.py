@@ -23,6 +23,7 @@ from draftsmith.train.model import Drafter
 from draftsmith.train.unroll import unroll_steps
 
 BATCH_TOKENS = 2048
+FLOOR = 0.01
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ class Score:
 
     Attributes:
         nats: (conversations, steps), sum of the score over drafts.
+        logs: the same of the expected log-probability, log((1 - FLOOR) q + FLOOR / V), which a wrong sharpness cannot deceive.
         drafts: (conversations, steps), number of drafts.
         right: (conversations, steps), drafts that equal the label, given right ones before them.
     """
 
     nats: np.ndarray
+    logs: np.ndarray
     drafts: np.ndarray
     right: np.ndarray
 
@@ -54,9 +57,9 @@ class Score:
         """Share of right drafts at each step."""
         return (self.right.sum(0) / np.maximum(1, self.drafts.sum(0))).tolist()
 
-    def against(self, other: Score) -> tuple[float, float]:
-        """Mean difference self - other in nats a draft, and its standard error over conversations."""
-        gained, count = (self.nats - other.nats).sum(1), self.drafts.sum(1)
+    def against(self, other: Score, metric: str = "nats") -> tuple[float, float]:
+        """Mean difference self - other of `nats`, `logs` or `right` a draft, and its standard error over conversations."""
+        gained, count = (getattr(self, metric) - getattr(other, metric)).sum(1), self.drafts.sum(1)
         mean = gained.sum() / max(1, count.sum())
         spread = gained - mean * count
         units = len(count)
@@ -81,14 +84,15 @@ class Bench:
     @torch.no_grad()
     def score(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor, shift: int = 0) -> Score:
         """Score a drafter that reads `taps` of index t + shift and whose drafts mean `targets` int64 (D,)."""
-        nats, drafts, right = (np.zeros((len(self.spots), self.steps)) for _ in range(3))
+        nats, logs, drafts, right = (np.zeros((len(self.spots), self.steps)) for _ in range(4))
+        floor = FLOOR / len(self.head)
         usable = (targets >= 0) & (targets < len(self.head))
         rows_of_head = self.head[targets.clamp(0, len(self.head) - 1)]
         for members, batch in self._packed(taps, shift):
             teachers = teaching_rows(batch)
             total = self._total(members[0], batch)
             for step, (rows, normed) in enumerate(unroll_steps(drafter, batch)):
-                values, hits = [], []
+                values, plain, hits = [], [], []
                 for state, teacher, label in zip(
                     normed.split(HEAD_ROWS), teachers[step].split(HEAD_ROWS), rows.labels.split(HEAD_ROWS), strict=True
                 ):
@@ -97,14 +101,16 @@ class Bench:
                     p, q = log_p.exp() * usable, logits.softmax(-1)
                     outside = (1 - p.sum(-1)).clamp(min=0)
                     ratio = ((p + q) / 2).clamp(min=1e-30).log() - log_p
+                    plain.append((p * ((1 - FLOOR) * q + floor).log()).sum(-1) + outside * np.log(floor))
                     values.append((p * ratio).sum(-1) - outside * np.log(2))
                     hits.append((targets[logits.argmax(-1)] == label).float())
                 for place, number in enumerate(members):
                     own = slice(rows.segments.query_bounds[place], rows.segments.query_bounds[place + 1])
                     nats[number, step] = float(torch.cat(values)[own].double().sum())
+                    logs[number, step] = float(torch.cat(plain)[own].double().sum())
                     right[number, step] = float(torch.cat(hits)[own].sum())
                     drafts[number, step] = own.stop - own.start
-        return Score(nats, drafts, right)
+        return Score(nats, logs, drafts, right)
 
     @torch.no_grad()
     def teacher_gap(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor) -> tuple[float, float]:

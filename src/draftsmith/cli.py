@@ -300,16 +300,27 @@ def forecast(
         str | None, typer.Option(help="one verify: 30, or positions:milliseconds like 2:22,4:30")
     ] = None,
     costs: Annotated[Path | None, typer.Option(help="a JSON table of these costs by batch size")] = None,
+    log: Annotated[
+        list[Path] | None, typer.Option(help="an engine's log, with the drafter or without; any number of times")
+    ] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="measure a running server with the drafter; once a depth")
+    ] = None,
+    plain_url: Annotated[str | None, typer.Option(help="a running server without the drafter")] = None,
+    engine: Annotated[str, typer.Option(help="what runs at --url: sglang or vllm")] = "sglang",
+    batch: Annotated[list[int] | None, typer.Option(help="batch sizes of the measurement; default: 1, 4, 16")] = None,
     steps: Annotated[int, typer.Option(help="the deepest chain")] = 8,
     png: Annotated[Path | None, typer.Option(help="draw speed-up by depth into this file")] = None,
     json: Annotated[bool, typer.Option("--json", help="print the forecast as JSON on standard output")] = False,
 ) -> None:
     """Speed-up for every depth from acceptance and measured costs, and whether to deploy at all."""
     from draftsmith.accept.forecast_command import forecast_command
+    from draftsmith.convert.engine_loader import parse_engines
 
     forecast_command(
-        acceptance, decode_ms=decode_ms, draft_ms=draft_ms, verify_ms=verify_ms, costs=costs, most=steps, png=png,
-        as_json=json,
+        acceptance, decode_ms=decode_ms, draft_ms=draft_ms, verify_ms=verify_ms, costs=costs, logs=log or [],
+        engine=parse_engines([engine])[0], url=url or [], plain_url=plain_url, batches=batch or (1, 4, 16), most=steps,
+        png=png, as_json=json,
     )  # fmt: skip
 
 
