@@ -143,14 +143,14 @@ def judge(
     head = target.require("head").load().float()
     current, taken, rows, alike = described(network), list[Variant](), list[Row](), list[str]()
     tensors = tensor_findings(network)
-    whole = Bench(spots, head, steps)
+    whole, benches = Bench(spots, head, steps), heats(spots, head, steps)
     for number in range(1, ROUNDS + 1):
         choices = [v for v in variants(network, target.rope.theta) if v.group not in {t.group for t in taken}]
         candidates = {
             "": current,
             **{v.name: replace(v.change(current), changes=(*current.changes, v.name)) for v in choices},
         }
-        heat = race(candidates, network, spots, head, steps, {v.name: v.group for v in choices})
+        heat = race(candidates, network, benches, {v.name: v.group for v in choices})
         rows += _rows(number, heat)
         alike = heat.alike
         if not heat.leader:
@@ -173,7 +173,7 @@ def judge(
     ]  # fmt: skip
     drafter = current.module(network)
     numbers: dict[str, Any] = {"spectrum": {n: spectrum(w) for n, w in network.weights.items() if w.dim() == 2}}
-    others, measured = _taught(whole, drafter, current)
+    others, measured = taught_findings(whole, drafter, current)
     numbers |= measured
     everything = [*findings, *tensors, *causes, *others]
     base = next(row for row in rows if row.name == "")
@@ -195,29 +195,29 @@ def judge(
     )  # fmt: skip
 
 
-def race(
-    candidates: dict[str, Candidate],
-    network: Network,
-    spots: Sequence[Spot],
-    head: torch.Tensor,
-    steps: int,
-    groups: dict[str, str],
-) -> Heat:
+def heats(spots: Sequence[Spot], head: torch.Tensor, steps: int) -> list[Bench]:
+    """The conversations in parts: a first few, then as many again each time, so that bad ways drop out early."""
+    benches, first, size = [], 0, FIRST
+    while first < len(spots):
+        benches.append(Bench(spots[first : first + size], head, steps))
+        first, size = first + size, first + size
+    return benches
+
+
+def race(candidates: dict[str, Candidate], network: Network, benches: Sequence[Bench], groups: dict[str, str]) -> Heat:
     """Score candidates on more and more conversations, giving up those that are clearly behind the leader.
 
     "" is the one that the others are variants of; it always stays. Of a group's members that cannot be told from its
     best one, the first in the order of `candidates` leads.
     """
-    alive, scores, first, size = list(candidates), dict[str, Score](), 0, FIRST
-    with meter("probe", len(candidates) * len(spots), "scores") as progress:
-        while first < len(spots):
-            bench = Bench(spots[first : first + size], head, steps)
+    alive, scores = list(candidates), dict[str, Score]()
+    with meter("probe", len(candidates) * sum(len(bench.spots) for bench in benches), "scores") as progress:
+        for bench in benches:
             for name in sorted(alive, key=lambda n: (candidates[n].taps, candidates[n].shift)):
                 one = candidates[name]
                 part = bench.score(one.module(network), one.taps, one.targets, one.shift)
                 scores[name] = _joined(scores[name], part) if name in scores else part
                 progress.advance(len(bench.spots), name)
-            first, size = first + size, first + size
             leader = _leader(alive, scores)
             alive = [n for n in alive if n in ("", leader) or not _behind(scores[leader], scores[n], SURE)]
     leader = _leader(alive, scores)
@@ -266,7 +266,7 @@ def tensor_findings(network: Network) -> list[Finding]:
     return found
 
 
-def _taught(bench: Bench, drafter: Any, current: Candidate) -> tuple[list[Finding], dict[str, Any]]:
+def taught_findings(bench: Bench, drafter: Any, current: Candidate) -> tuple[list[Finding], dict[str, Any]]:
     """The mask and the teacher, judged by what the drafter does."""
     found, targets = [], current.targets
     usable = bool(((targets >= 0) & (targets < len(bench.head))).all())
@@ -284,16 +284,18 @@ def _taught(bench: Bench, drafter: Any, current: Candidate) -> tuple[list[Findin
         )
     mask = bench.mask_evidence(drafter, current.taps, targets)
     behind, later = mask["behind"], mask["later"]
-    if behind[1] >= FEW_BEHIND and not math.isnan(later[0]) and behind[0] > later[0]:
+    if (
+        behind[1] >= FEW_BEHIND and behind[0] > (later[0] - math.log(2)) / 2
+    ):  # nearer to trained drafts than to the worst
         found.append(
             Finding(
                 name="mask shifted by one",
-                number=f"{behind[0]:.2f} nats for the token behind a turn's end, {later[0]:.2f} within turns ({behind[1]} drafts)",
+                number=f"{behind[0]:.2f} nats for the draft behind a turn's end, {later[0]:.2f} within turns, -0.69 at worst ({behind[1]} drafts)",
                 cause="it has learnt what stands behind the end of a turn: its loss mask was shifted against the labels, so that the first draft of each turn was not trained",
                 mend="train again with train.mask=aligned",
             )
         )
-    return found, {"teacher_kl": {"normed": normed, "unnormed": unnormed}, "mask_logprob": mask}
+    return found, {"teacher_kl": {"normed": normed, "unnormed": unnormed}, "mask": mask}
 
 
 def show(found: Probe) -> None:

@@ -9,7 +9,7 @@ difference, where the log-probability has 2.0 and acceptance 3.3: a few hopeless
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 
 from draftsmith.accept.spot import Spot
-from draftsmith.train.batch import Batch, pack
+from draftsmith.train.batch import Batch, StepRows, pack
 from draftsmith.train.evaluate import HEAD_ROWS
 from draftsmith.train.model import Drafter
 from draftsmith.train.unroll import unroll_steps
 
 BATCH_TOKENS = 2048
 FLOOR = 0.01
+KEPT_ELEMENTS = 1 << 27
+
+Place = tuple[int, int, int]
+"""First conversation of a batch, step, first row of a slice."""
 
 
 @dataclass(frozen=True)
@@ -80,35 +84,24 @@ class Bench:
         self.spots, self.head, self.steps = spots, head.float(), steps
         self._batches: dict[tuple[tuple[int, ...], int], list[tuple[list[int], Batch]]] = {}
         self._totals: dict[int, Tensor] = {}
+        self._taught: dict[tuple[bytes, int, int, int], Tensor] = {}
 
     @torch.no_grad()
     def score(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor, shift: int = 0) -> Score:
         """Score a drafter that reads `taps` of index t + shift and whose drafts mean `targets` int64 (D,)."""
         nats, logs, drafts, right = (np.zeros((len(self.spots), self.steps)) for _ in range(4))
-        floor = FLOOR / len(self.head)
-        usable = (targets >= 0) & (targets < len(self.head))
-        rows_of_head = self.head[targets.clamp(0, len(self.head) - 1)]
         for members, batch in self._packed(taps, shift):
             teachers = teaching_rows(batch)
             total = self._total(members[0], batch)
             for step, (rows, normed) in enumerate(unroll_steps(drafter, batch)):
-                values, plain, hits = [], [], []
-                for state, teacher, label in zip(
-                    normed.split(HEAD_ROWS), teachers[step].split(HEAD_ROWS), rows.labels.split(HEAD_ROWS), strict=True
-                ):
-                    logits = drafter.lm_head(state).float()
-                    log_p = batch.final[teacher] @ rows_of_head.T - total[teacher, None]
-                    p, q = log_p.exp() * usable, logits.softmax(-1)
-                    outside = (1 - p.sum(-1)).clamp(min=0)
-                    ratio = ((p + q) / 2).clamp(min=1e-30).log() - log_p
-                    plain.append((p * ((1 - FLOOR) * q + floor).log()).sum(-1) + outside * np.log(floor))
-                    values.append((p * ratio).sum(-1) - outside * np.log(2))
-                    hits.append((targets[logits.argmax(-1)] == label).float())
+                values, plain, hits = self._measure(
+                    drafter, batch, total, rows, normed, teachers[step], targets, (members[0], step)
+                )
                 for place, number in enumerate(members):
                     own = slice(rows.segments.query_bounds[place], rows.segments.query_bounds[place + 1])
-                    nats[number, step] = float(torch.cat(values)[own].double().sum())
-                    logs[number, step] = float(torch.cat(plain)[own].double().sum())
-                    right[number, step] = float(torch.cat(hits)[own].sum())
+                    nats[number, step] = float(values[own].double().sum())
+                    logs[number, step] = float(plain[own].double().sum())
+                    right[number, step] = float(hits[own].sum())
                     drafts[number, step] = own.stop - own.start
         return Score(nats, logs, drafts, right)
 
@@ -130,32 +123,64 @@ class Bench:
 
     @torch.no_grad()
     def mask_evidence(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor) -> dict[str, tuple[float, int]]:
-        """Mean log-probability of the text's own next token at the first step, and its number of drafts: at the first
-        draft of a turn, at later ones, and behind the turn's end, where an aligned mask never trains."""
-        draft_of = torch.full((len(self.head),), -1, dtype=torch.int64)
-        draft_of[targets] = torch.arange(len(targets))
+        """Mean score of first-step drafts, and their number: of a turn's first draft, of later ones, and of the one fed
+        with a turn's last token, whose label lies behind the turn, where an aligned mask never trains."""
         found: dict[str, list[float]] = {"first": [], "later": [], "behind": []}
         for spot in self.spots:
             window = spot.window(taps, with_added=True)
-            everything = torch.ones(len(window.ids), dtype=torch.bool)
-            free = type(window)(**{**window.__dict__, "generated": everything, "turn": torch.zeros_like(window.turn)})
-            batch = pack([free], 1)
+            everywhere = torch.ones_like(window.generated)
+            batch = pack([replace(window, generated=everywhere, turn=torch.zeros_like(window.turn))], 1)
             rows, normed = next(iter(unroll_steps(drafter, batch)))
-            log_q = drafter.lm_head(normed).float().log_softmax(-1)
-            label = window.ids[rows.keep + 2]
-            place = draft_of[label]
-            own = log_q.gather(1, place.clamp(min=0)[:, None])[:, 0]
-            generated = spot.generated
-            for t, value, inside in zip(rows.keep.tolist(), own.tolist(), (place >= 0).tolist(), strict=True):
-                if not inside:
-                    continue
-                if generated[t + 1] and generated[t + 2]:
-                    found["later" if generated[t] else "first"].append(value)
-                elif generated[t + 1] and not generated[t + 2]:
-                    found["behind"].append(value)
-        return {
-            name: (float(np.mean(values)) if values else float("nan"), len(values)) for name, values in found.items()
-        }
+            values, _, _ = self._measure(
+                drafter, batch, self._normaliser(batch), rows, normed, teaching_rows(batch)[0], targets
+            )
+            made = spot.generated.tolist()
+            for t, value in zip(rows.keep.tolist(), values.tolist(), strict=True):
+                if made[t + 1]:
+                    found["behind" if not made[t + 2] else "later" if made[t] else "first"].append(value)
+        return {name: (float(np.mean(values)) if values else 0.0, len(values)) for name, values in found.items()}
+
+    def _measure(
+        self,
+        drafter: Drafter,
+        batch: Batch,
+        total: Tensor,
+        rows: StepRows,
+        normed: Tensor,
+        teachers: Tensor,
+        targets: Tensor,
+        place: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Score, expected log-probability, and whether it is right, of each draft of a step; all (n,)."""
+        usable, floor = (targets >= 0) & (targets < len(self.head)), FLOOR / len(self.head)
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for first in range(0, len(normed), HEAD_ROWS):
+            part = slice(first, first + HEAD_ROWS)
+            label, logits = rows.labels[part], drafter.lm_head(normed[part]).float()
+            log_p = self._teacher(batch, total, teachers[part], targets, (*place, first) if place else None)
+            p, q = log_p.exp() * usable, logits.softmax(-1)
+            outside = (1 - p.sum(-1)).clamp(min=0)
+            ratio = ((p + q) / 2).clamp(min=1e-30).log() - log_p
+            parts.append(
+                (
+                    (p * ratio).sum(-1) - outside * np.log(2),
+                    (p * ((1 - FLOOR) * q + floor).log()).sum(-1) + outside * np.log(floor),
+                    (targets[logits.argmax(-1)] == label).float(),
+                )
+            )
+        score, logs, right = (torch.cat(part) for part in zip(*parts, strict=True))
+        return score, logs, right
+
+    def _teacher(self, batch: Batch, total: Tensor, rows: Tensor, targets: Tensor, place: Place | None) -> Tensor:
+        """log p (n, D) of the draft vocabulary at rows of a batch; kept for the next way of reading where there is room."""
+        key = (targets.numpy().tobytes(), *place) if place else None
+        if key is not None and key in self._taught:
+            return self._taught[key]
+        columns = self.head[targets.clamp(0, len(self.head) - 1)]
+        log_p = batch.final[rows] @ columns.T - total[rows, None]
+        if key is not None and sum(kept.numel() for kept in self._taught.values()) + log_p.numel() <= KEPT_ELEMENTS:
+            self._taught[key] = log_p
+        return log_p
 
     def _window(self, number: int) -> Tensor:
         spot = self.spots[number]
@@ -182,11 +207,14 @@ class Bench:
     def _total(self, first: int, batch: Batch) -> Tensor:
         """log of the sum of exp of all logits, for the rows of `batch.final` that teach."""
         if first not in self._totals:
-            total = torch.zeros(len(batch.final))
-            for rows in batch.lessons.taught.split(HEAD_ROWS):
-                total[rows] = torch.logsumexp(batch.final[rows] @ self.head.T, dim=-1)
-            self._totals[first] = total
+            self._totals[first] = self._normaliser(batch)
         return self._totals[first]
+
+    def _normaliser(self, batch: Batch) -> Tensor:
+        total = torch.zeros(len(batch.final))
+        for rows in batch.lessons.taught.split(HEAD_ROWS):
+            total[rows] = torch.logsumexp(batch.final[rows] @ self.head.T, dim=-1)
+        return total
 
 
 def teaching_rows(batch: Batch) -> list[Tensor]:

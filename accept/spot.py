@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig
 from draftsmith.data.conversations import Conversation, read_conversations
-from draftsmith.data.harvest import forward_states, plan_batches
-from draftsmith.data.target_model import load_target
+from draftsmith.data.harvest import plan_batches
+from draftsmith.data.target_model import LoadedTarget, load_target
 from draftsmith.train.batch import Window, turns
 
 BATCH_TOKENS = 2048
@@ -84,25 +84,47 @@ def harvest_spot(config: RunConfig, taps: Sequence[int], limit: int, longest: in
         rows.append(ids + extra)
         added.append(len(extra))
     target = load_target(config.target, "float32")
-    unnormed: list[Tensor] = []
-    handle = target.norm.register_forward_pre_hook(lambda module, inputs: unnormed.append(inputs[0].cpu()))
     found: dict[int, Spot] = {}
-    try:
-        for batch in plan_batches([len(row) for row in rows], BATCH_TOKENS):
-            unnormed.clear()
-            states = forward_states(target, [rows[index] for index in batch], taps)
-            for place, (index, (tapped, final, argmax)) in enumerate(zip(batch, states, strict=True)):
-                length, mask = len(rows[index]), torch.zeros(len(rows[index]), dtype=torch.bool)
-                own = chosen[index].generated_mask()[:length]
-                mask[: len(own)] = own
-                found[index] = Spot(
-                    chosen[index].id, torch.tensor(rows[index]), mask,
-                    {tap: tapped[:, k].float() for k, tap in enumerate(taps)},
-                    final.float(), unnormed[0][place, :length].float(), argmax, chosen[index].greedy, added[index],
-                )  # fmt: skip
-    finally:
-        handle.remove()
+    for batch in plan_batches([len(row) for row in rows], BATCH_TOKENS):
+        layers, unnormed, final = _forward(target, [rows[index] for index in batch], taps)
+        for place, index in enumerate(batch):
+            length, mask = len(rows[index]), torch.zeros(len(rows[index]), dtype=torch.bool)
+            own = chosen[index].generated_mask()[:length]
+            mask[: len(own)] = own
+            read = final[place, :length]
+            found[index] = Spot(
+                chosen[index].id, torch.tensor(rows[index]), mask,
+                {tap: states[place, :length] for tap, states in layers.items()}, read, unnormed[place, :length],
+                target.head(read.to(target.device)).argmax(-1).cpu(), chosen[index].greedy, added[index],
+            )  # fmt: skip
     return [found[index] for index in range(len(chosen))]
+
+
+@torch.no_grad()
+def _forward(
+    target: LoadedTarget, rows: Sequence[Sequence[int]], taps: Sequence[int]
+) -> tuple[dict[int, Tensor], Tensor, Tensor]:
+    """Streams entering the tapped layers, and the final norm's input and output, (rows, longest, H) in float32 each.
+
+    Padded on the right without a mask: under causal attention no token sees the padding behind it.
+    """
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+    seen: dict[int, Tensor] = {}
+
+    def take(key: int) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            seen[key] = (arguments[0] if arguments else named["hidden_states"]).float().cpu()
+
+        return hook
+
+    with ExitStack() as hooks:
+        for key, module in [*((tap, target.layers[tap]) for tap in taps), (-1, target.norm)]:
+            hooks.callback(module.register_forward_pre_hook(take(key), with_kwargs=True).remove)
+        final = target.trunk(input_ids=ids.to(target.device), use_cache=False).last_hidden_state
+    unnormed = seen.pop(-1)
+    return seen, unnormed, final.float().cpu()
 
 
 def _behind_a_turn(conversations: Sequence[Conversation], most: int = 3) -> list[int]:
@@ -112,33 +134,3 @@ def _behind_a_turn(conversations: Sequence[Conversation], most: int = 3) -> list
             if finish == "stop" and end + most <= len(conversation.input_ids):
                 return list(conversation.input_ids[end : end + most])
     return []
-
-
-class SpotReader:
-    """Spots as `replay` reads a store: conversations by number, with chosen taps."""
-
-    def __init__(self, spots: Sequence[Spot], taps: Sequence[int], shift: int = 0) -> None:
-        self._spots, self._taps, self._shift = spots, taps, shift
-        self.path = Path("harvested on the spot")
-        self.ids = [spot.id for spot in spots]
-        self.lengths = [len(spot.ids) - spot.added for spot in spots]
-
-    def __len__(self) -> int:
-        return len(self._spots)
-
-    def __getitem__(self, index: int) -> Any:
-        spot = self._spots[index]
-        return _Row(spot.window(self._taps, self._shift))
-
-    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        """input_ids and generated of a conversation."""
-        spot, length = self._spots[index], self.lengths[index]
-        return spot.ids[:length], spot.generated[:length]
-
-
-class _Row:
-    """A window under the names of a harvested conversation."""
-
-    def __init__(self, window: Window) -> None:
-        self.input_ids, self.generated, self.taps = window.ids, window.generated, window.taps
-        self.final, self.argmax, self.greedy = window.final, window.argmax, window.greedy
