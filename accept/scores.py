@@ -136,8 +136,10 @@ class Bench:
             )
             made = spot.generated.tolist()
             for t, value in zip(rows.keep.tolist(), values.tolist(), strict=True):
-                if made[t + 1]:
-                    found["behind" if not made[t + 2] else "later" if made[t] else "first"].append(value)
+                if t + 1 in spot.ends:
+                    found["behind"].append(value)
+                elif made[t + 1] and made[t + 2]:
+                    found["later" if made[t] else "first"].append(value)
         return {name: (float(np.mean(values)) if values else 0.0, len(values)) for name, values in found.items()}
 
     def _measure(

@@ -29,6 +29,7 @@ class Spot:
         layers: tap -> (T, H), the residual stream entering that layer.
         final: (T, H), the input of the head. unnormed: (T, H), the input of the final norm.
         greedy: the text is the target's greedy answer.
+        ends: indices of end-of-turn tokens that the target wrote itself; a turn that was cut has none.
         added: tokens at the end that are not the conversation's own, but what stands behind a turn elsewhere.
     """
 
@@ -40,6 +41,7 @@ class Spot:
     unnormed: Tensor
     argmax: Tensor
     greedy: bool
+    ends: tuple[int, ...]
     added: int
 
     def window(self, taps: Sequence[int], shift: int = 0, *, with_added: bool = False) -> Window:
@@ -95,7 +97,7 @@ def harvest_spot(config: RunConfig, taps: Sequence[int], limit: int, longest: in
             found[index] = Spot(
                 chosen[index].id, torch.tensor(rows[index]), mask,
                 {tap: states[place, :length] for tap, states in layers.items()}, read, unnormed[place, :length],
-                target.head(read.to(target.device)).argmax(-1).cpu(), chosen[index].greedy, added[index],
+                target.head(read.to(target.device)).argmax(-1).cpu(), chosen[index].greedy, _ends(chosen[index], length), added[index],
             )  # fmt: skip
     return [found[index] for index in range(len(chosen))]
 
@@ -127,10 +129,20 @@ def _forward(
     return seen, unnormed, final.float().cpu()
 
 
+def _ends(conversation: Conversation, length: int) -> tuple[int, ...]:
+    finished = zip(conversation.spans, conversation.finish, strict=True)
+    return tuple(end - 1 for (_, end), finish in finished if finish == "stop" and end <= length)
+
+
 def _behind_a_turn(conversations: Sequence[Conversation], most: int = 3) -> list[int]:
-    """The tokens that the chat template puts behind a finished turn, from a conversation that goes on after one."""
+    """The tokens that the chat template puts behind a turn's end-of-turn token, from a conversation that goes on after a
+    turn; behind a turn that was cut the template writes the end-of-turn token too."""
+    stops = {c.input_ids[end] for c in conversations for end in _ends(c, len(c.input_ids))}
     for conversation in conversations:
         for (_, end), finish in zip(conversation.spans, conversation.finish, strict=True):
-            if finish == "stop" and end + most <= len(conversation.input_ids):
-                return list(conversation.input_ids[end : end + most])
+            following = list(conversation.input_ids[end : end + most + 1])
+            if finish == "length":
+                following = following[1:] if following and following[0] in stops else []
+            if len(following) >= most:
+                return following[:most]
     return []
