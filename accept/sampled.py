@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from draftsmith.accept.scores import teaching_rows
+from draftsmith.accept.scores import owners, teaching_rows
 from draftsmith.train.batch import Batch, StepRows
 from draftsmith.train.evaluate import HEAD_ROWS, resampled
 from draftsmith.train.model import Drafter
@@ -93,16 +93,14 @@ class SampledObserver:
         """Take in one step of one batch."""
         if step == 0:
             self._begin(batch)
+        owner = owners(batch)
         greedy = torch.tensor([self.greedy[ref.conversation] for ref in group], device=normed.device)
-        bounds = torch.tensor(rows.segments.query_bounds, device=normed.device)
-        is_greedy = greedy.repeat_interleave(bounds.diff())
-        answers = self._step(batch, step, rows, normed)
-        for key, (share, weight) in answers.items():
-            running = self._running[key] if step else torch.ones_like(share)
-            running = running[rows.keep] if step else running
-            accepted = running * share
-            self._running[key] = running * torch.where(is_greedy, share, weight)
-            self._add(key, group, step, bounds, accepted, share)
+        for key, (share, weight) in self._step(batch, step, rows, normed).items():
+            reached = self._running.get(key, torch.ones(len(owner), device=normed.device))
+            accepted = reached[rows.active] * share
+            further = reached[rows.active] * torch.where(greedy[owner[rows.active]], share, weight)
+            self._running[key] = torch.zeros_like(reached).index_copy_(0, rows.active, further)
+            self._add(key, group, step, owner[rows.active], accepted, share)
 
     def _begin(self, batch: Batch) -> None:
         """The normaliser of each teaching row's full distribution, and which row teaches which draft."""
@@ -144,17 +142,18 @@ class SampledObserver:
         key: tuple[float, Rule],
         group: list[WindowRef],
         step: int,
-        bounds: Tensor,
+        owner: Tensor,
         accepted: Tensor,
         share: Tensor,
     ) -> None:
         depth = self.draft_steps
 
         def by_conversation(values: Tensor) -> list[float]:
-            sums = torch.cat([values.new_zeros(1, dtype=torch.float64), values.double().cumsum(0)])[bounds]
-            return sums.diff().tolist()
+            sums = torch.zeros(len(group), dtype=torch.float64, device=values.device)
+            return sums.index_add_(0, owner, values.double()).tolist()
 
-        rows = zip(group, by_conversation(accepted), by_conversation(share), bounds.diff().tolist(), strict=True)
+        made_of = by_conversation(torch.ones_like(share))
+        rows = zip(group, by_conversation(accepted), by_conversation(share), made_of, strict=True)
         for ref, gained, single, made in rows:
             sums = self.sums[key].setdefault(ref.conversation, np.zeros(1 + 3 * depth))
             sums[0] += made if step == 0 else 0

@@ -92,17 +92,18 @@ class Bench:
         nats, logs, drafts, right = (np.zeros((len(self.spots), self.steps)) for _ in range(4))
         for members, batch in self._packed(taps, shift):
             teachers = teaching_rows(batch)
-            total = self._total(members[0], batch)
-            for step, (rows, normed) in enumerate(unroll_steps(drafter, batch)):
+            total, owner = self._total(members[0], batch), owners(batch)
+            for step, (rows, everywhere) in enumerate(unroll_steps(drafter, batch)):
+                normed = everywhere[rows.active]
                 values, plain, hits = self._measure(
                     drafter, batch, total, rows, normed, teachers[step], targets, (members[0], step)
                 )
                 for place, number in enumerate(members):
-                    own = slice(rows.segments.query_bounds[place], rows.segments.query_bounds[place + 1])
+                    own = owner[rows.active] == place
                     nats[number, step] = float(values[own].double().sum())
                     logs[number, step] = float(plain[own].double().sum())
                     right[number, step] = float(hits[own].sum())
-                    drafts[number, step] = own.stop - own.start
+                    drafts[number, step] = int(own.sum())
         return Score(nats, logs, drafts, right)
 
     @torch.no_grad()
@@ -113,7 +114,8 @@ class Bench:
         for members, batch in self._packed(taps, 0):
             teacher = teaching_rows(batch)[0]
             unnormed = torch.cat([self.spots[number].unnormed[: len(self._window(number))] for number in members])
-            rows, normed = next(iter(unroll_steps(drafter, batch)))
+            rows, everywhere = next(iter(unroll_steps(drafter, batch)))
+            normed = everywhere[rows.active]
             log_q = drafter.lm_head(normed).float().log_softmax(-1)
             for place, states in enumerate((batch.final, unnormed)):
                 log_p = (states[teacher] @ rows_of_head.T).log_softmax(-1)
@@ -130,12 +132,13 @@ class Bench:
             window = spot.window(taps, with_added=True)
             everywhere = torch.ones_like(window.generated)
             batch = pack([replace(window, generated=everywhere, turn=torch.zeros_like(window.turn))], 1)
-            rows, normed = next(iter(unroll_steps(drafter, batch)))
+            rows, everywhere = next(iter(unroll_steps(drafter, batch)))
+            normed = everywhere[rows.active]
             values, _, _ = self._measure(
                 drafter, batch, self._normaliser(batch), rows, normed, teaching_rows(batch)[0], targets
             )
             made = spot.generated.tolist()
-            for t, value in zip(rows.keep.tolist(), values.tolist(), strict=True):
+            for t, value in zip(batch.queries[rows.active].tolist(), values.tolist(), strict=True):
                 if t + 1 in spot.ends:
                     found["behind"].append(value)
                 elif made[t + 1] and made[t + 2]:
@@ -217,6 +220,12 @@ class Bench:
         for rows in batch.lessons.taught.split(HEAD_ROWS):
             total[rows] = torch.logsumexp(batch.final[rows] @ self.head.T, dim=-1)
         return total
+
+
+def owners(batch: Batch) -> Tensor:
+    """int64 (queries,): which of the batch's windows each query belongs to."""
+    counts = torch.tensor(batch.segments.query_bounds).diff()
+    return torch.arange(len(counts)).repeat_interleave(counts).to(batch.queries.device)
 
 
 def teaching_rows(batch: Batch) -> list[Tensor]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.accept.network import Network, build
-from draftsmith.configs.drafter import NORMS, DrafterSpec, RopeSpec, default_taps
+from draftsmith.configs.drafter import DrafterSpec, RopeSpec, default_taps
 from draftsmith.train.model import Drafter
 
 THETAS = (10_000.0, 50_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
@@ -26,7 +26,7 @@ class Candidate:
         changes: names of the variants that it has taken in; none: as described.
         taps: layer inputs that it reads. shift: it reads the features of index t + shift at t.
         spec: its description. targets: int64 (D,), target id of each draft id.
-        edits: of the weights, in order. left_out: norms that do nothing.
+        edits: of the weights, in order.
     """
 
     changes: tuple[str, ...]
@@ -35,7 +35,6 @@ class Candidate:
     targets: Tensor
     shift: int = 0
     edits: tuple[Edit, ...] = ()
-    left_out: frozenset[str] = frozenset()
 
     def module(self, network: Network) -> Drafter:
         """The drafter to run."""
@@ -49,9 +48,6 @@ class Candidate:
         )
         needed = set(spec.trainable_shapes())
         drafter = build(network, spec, {name: value for name, value in weights.items() if name in needed})
-        for norm in self.left_out:
-            parent, _, name = norm.rpartition(".")
-            setattr(drafter.get_submodule(parent) if parent else drafter, name, nn.Identity())
         return drafter.eval()
 
 
@@ -189,13 +185,6 @@ def _vocabulary(network: Network) -> Iterator[Variant]:
 
 
 def _norms(network: Network) -> Iterator[Variant]:
-    names = [f"midlayer.{norm}" for norm in NORMS] + ["norm"]
-    for name in names:
-        yield Variant(
-            name, f"no {name.rpartition('.')[2]}", f"it was trained without {name}, which engines apply",
-            "train again with the network that engines compute",
-            _without(name),
-        )  # fmt: skip
     if network.spec.fc_norm:
         yield Variant(
             "fc_norm", "no fc_norm", "it was trained without the norms before fc", "set fc_norm to false in config.json",
@@ -243,10 +232,6 @@ def _with_rope(**fields: Any) -> Change:
 
 def _with_edit(edit: Edit) -> Change:
     return lambda old: replace(old, edits=(*old.edits, edit))
-
-
-def _without(norm: str) -> Change:
-    return lambda old: replace(old, left_out=old.left_out | {norm})
 
 
 def _join(taps: tuple[int, ...]) -> str:
