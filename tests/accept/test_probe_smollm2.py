@@ -106,7 +106,7 @@ def test_taps_one_layer_off(room, plant, by, name):
 
 
 def test_a_wrong_rope_base(room, plant):
-    found = probed(room, plant(theta), conversations=28)
+    found = probed(room, plant(theta), conversations=28, steps=3)
     assert found.fits == ["theta 100000"], [(row.name, row.difference, row.error) for row in found.rows]
     assert "trained with RoPE base 100000, the description says 10000" in found.findings[0].cause
 
