@@ -13,7 +13,13 @@ from draftsmith.configs.target import Target
 from draftsmith.convert.launch import HERE, serving_lines
 from draftsmith.convert.record import Record
 
-MEASUREMENTS = ("evaluate.json", "evaluate-{drafter}.json", "serve.json")
+MEASUREMENTS = (
+    "evaluate.json",
+    "evaluate-{drafter}.json",
+    "serve-check-sglang.json",
+    "serve-check-vllm.json",
+    "serve.json",
+)
 """Results that the run leaves in the drafter's folder or beside it; {drafter} is the folder's name."""
 
 MOST_NUMBERS = 40

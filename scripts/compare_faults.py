@@ -15,11 +15,11 @@ import sys
 
 import numpy as np
 
+from draftsmith.accept.evaluate import drafter_chains
 from draftsmith.configs.console import out, run_script, table
 from draftsmith.configs.files import write_json
 from draftsmith.configs.schema import RunConfig, load_config
 from draftsmith.configs.target import read_target
-from draftsmith.convert.evaluate import drafter_chains
 from draftsmith.convert.read import read_drafter
 from draftsmith.data.harvest import harvest
 from draftsmith.data.store import HarvestReader

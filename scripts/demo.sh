@@ -31,11 +31,8 @@ step convert draftsmith convert $run/train --target $target --out $run/drafter -
 step verify draftsmith verify $run/drafter --target $target --store $run/harvest/train --deep
 step export draftsmith export $run/drafter $run/export --target $target
 step replay draftsmith evaluate $config --drafter $run/export/latest
-
-served=$run/serve-$(basename "$(readlink $run/export/latest)").json
-python scripts/heldout_prompts.py $config $run/prompts.json
-if [ ! -f "$served" ]; then
-    OMP_NUM_THREADS=1 step serve bash scripts/serve_sglang.sh --target $target --drafter $run/export/latest --steps 3 \
-        --prompts $run/prompts.json --out "$served" --max-running 32 --compare
+version=$(basename "$(readlink $run/export/latest)")
+if ! grep -q "export/$version\"" $run/serve-check-sglang.json 2>/dev/null; then
+    OMP_NUM_THREADS=1 step serve draftsmith serve-check sglang $config --drafter $run/export/$version --max-running 32
 fi
-python scripts/demo_report.py $run "$served"
+python scripts/demo_report.py $run

@@ -1,6 +1,6 @@
-"""Set the accept length that evaluation predicted beside the one that the engine served; write result.json.
+"""What the demo found, in one table and result.json: accept length predicted and served, speed, and where all lies.
 
-python scripts/demo_report.py runs/demo runs/demo/serve-VERSION.json
+python scripts/demo_report.py runs/demo
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from draftsmith.configs.files import read_json, write_json
 
 def main() -> None:
     """Print the table and where everything lies."""
-    run, served_file = Path(sys.argv[1]), Path(sys.argv[2])
-    replayed = run / f"evaluate-{served_file.stem.removeprefix('serve-')}.json"
-    predicted = read_json(
-        replayed, what="the served version's evaluation", mend="draftsmith evaluate CONFIG --drafter DIR"
-    )["as_served"]
-    result = read_json(served_file, what="the served result")
-    served = result["spec"]
+    run = Path(sys.argv[1])
+    checked = read_json(
+        run / "serve-check-sglang.json", what="what was served", mend="draftsmith serve-check sglang demo"
+    )
+    one = checked["comparison"]
+    predicted, served = one["predicted"], one["within"] or one["served"]
     seconds = {
         verb: int(count) for verb, count in (line.split() for line in (run / "seconds.txt").read_text().splitlines())
     }
@@ -30,9 +29,9 @@ def main() -> None:
     summary = {
         "accept_length@3": {"predicted": predicted["accept_length"], "served": served["accept_length"]},
         "per_position": {"predicted": predicted["accept_per_position"], "served": served["accept_per_position"]},
-        "engine": f"{result['engine']} {result['version']}",
-        "identical_output": result["identical"],
-        "tokens_per_second": {"with": served["tokens_per_second"], "without": result["base"]["tokens_per_second"]},
+        "engine": f"{checked['engine']} {checked['version']}",
+        "identical_output": checked["identical"],
+        "tokens_per_second": checked["tokens_per_second"],
         "seconds": seconds,
     }
     write_json(run / "result.json", summary)
@@ -50,12 +49,13 @@ def main() -> None:
             rows,
         )
     )
-    same = "identical token by token" if result["identical"] else f"DIFFERENT: {result['first_divergence'][:3]}"
+    same = "identical token by token" if checked["identical"] else f"DIFFERENT: {checked['first_divergence'][:3]}"
     places = [
         ("output with and without the drafter", same),
         ("drafter, as engines load it", run / "drafter"),
         ("exported versions", run / "export"),
         ("training curves", run / "train" / "report.png"),
+        ("the report, to open in a browser", run / "serve-check-sglang.html"),
         ("these figures", run / "result.json"),
     ]
     for label, value in places:
@@ -64,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__, 2)
+    run_script(main, __doc__, 1)

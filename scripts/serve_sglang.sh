@@ -6,6 +6,4 @@ set -euo pipefail
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=${DRAFTSMITH_VENVS:-$(dirname "$scripts")/.venvs}/sglang
 "$scripts/setup_engine.sh" sglang "$venv" >&2
-export SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$scripts/engines/sglang_cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive
-exec "$venv/bin/python" -W ignore "$scripts/engines/serve_sglang.py" "$@"
+exec "$venv/bin/python" "$scripts/engines/serve_sglang.py" "$@"

@@ -8,7 +8,9 @@ accepts. Both count the bonus token: accept_length@K = 1 + sum_i accept_i, at mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from draftsmith.configs.console import meter
 from draftsmith.data.store import HarvestReader
-from draftsmith.train.batch import Batch, pack
+from draftsmith.train.batch import Batch, StepRows, pack
 from draftsmith.train.model import Drafter
 from draftsmith.train.plan import WindowRef, deal, load_window, plan_windows
 from draftsmith.train.unroll import unroll_steps
@@ -38,14 +40,18 @@ class Acceptance(BaseModel):
     Attributes:
         accept_length: tokens gained per target forward, bonus token included.
         accept_per_position: P(the first i+1 drafts are all right), one value a draft position.
-        interval: 95 % bootstrap interval of accept_length over conversations.
+        interval: 95 % bootstrap interval of accept_length over conversations; None for a single conversation.
+        position_intervals: the same of each accept_per_position.
+        conversations: number of conversations with a chain.
         chains: number of chains, which is the number of the target's verifying forward passes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     accept_length: float
     accept_per_position: list[float]
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
+    position_intervals: list[tuple[float, float]] | None
+    conversations: int
     chains: int
 
 
@@ -81,13 +87,31 @@ class Chains:
     supervised: np.ndarray
     outside: int
 
+    def capped(self, draft_steps: int) -> Chains:
+        """The same chains drafted `draft_steps` tokens deep, at most as deep as they were replayed."""
+        return replace(
+            self,
+            accepted=np.minimum(self.accepted, draft_steps),
+            right=self.right[:draft_steps],
+            supervised=self.supervised[:draft_steps],
+        )
+
+
+Observer = Callable[[list[WindowRef], Batch, int, StepRows, Tensor], None]
+"""Sees every step of every batch: the batch's windows, the batch, the step's number, its rows, and what the head reads."""
+
 
 @torch.no_grad()
-def draft_chains(drafter: Drafter, targets: Tensor, batch: Batch) -> list[Tensor]:
+def draft_chains(
+    drafter: Drafter, targets: Tensor, batch: Batch, observe: Callable[[int, StepRows, Tensor], None] | None = None
+) -> list[Tensor]:
     """For each step of `batch`, bool (n_i,): the draft at that step is right, given right tokens before it."""
     right = []
-    for rows, normed in unroll_steps(drafter, batch):
-        best = torch.cat([drafter.lm_head(part).argmax(-1) for part in normed[rows.active].split(HEAD_ROWS)])
+    for step, (rows, everywhere) in enumerate(unroll_steps(drafter, batch)):
+        normed = everywhere[rows.active]
+        if observe is not None:
+            observe(step, rows, normed)
+        best = torch.cat([drafter.lm_head(part).argmax(-1) for part in normed.split(HEAD_ROWS)])
         right.append(targets[best] == rows.labels)
     return right
 
@@ -100,11 +124,14 @@ def replay(
     batch_tokens: int,
     *,
     share: tuple[int, int] = (0, 1),
+    observe: Observer | None = None,
     quiet: bool = False,
 ) -> dict[int, Chains]:
     """Chains from every supervised index of every conversation of a store, keyed by the conversation's number.
 
     Args:
+        targets: int64 (D,), target id of each draft id.
+        observe: called with every step of every batch, for figures beyond right and wrong.
         share: (number of this process, number of processes): the conversations are dealt out by length, and this
             process replays its own only.
     """
@@ -119,7 +146,8 @@ def replay(
             windows_read = [load_window(reader, ref, draft_steps) for ref in group]
             table = None if device.type == "cpu" else drafter.embedding
             batch = pack(windows_read, draft_steps, embedding=table).to(device)
-            right = draft_chains(drafter, targets.to(device), batch)
+            watch = None if observe is None else partial(observe, group, batch)
+            right = draft_chains(drafter, targets.to(device), batch, watch)
             _collect(group, batch, right, inside, draft_steps, found)
             progress.advance(sum(w.tokens for w in group))
     return found
@@ -225,13 +253,27 @@ def _acceptance(accepted: dict[int, np.ndarray], draft_steps: int) -> Acceptance
     )
     total = per.sum(0)
     share = total[1:] / total[0]
-    picks = np.random.default_rng(0).integers(0, len(per), size=(RESAMPLES, len(per)))
-    sums = per[picks].sum(1)
-    spread = 1 + sums[:, 1:].sum(1) / sums[:, 0]
-    low, high = np.quantile(spread, [0.025, 0.975])
+    low, high = resampled(
+        per, lambda sums: np.column_stack([1 + sums[:, 1:].sum(1) / sums[:, 0], sums[:, 1:] / sums[:, :1]])
+    )
     return Acceptance(
         accept_length=float(1 + share.sum()),
         accept_per_position=[float(value) for value in share],
-        interval=(float(low), float(high)),
+        interval=(low[0], high[0]) if len(per) > 1 else None,
+        position_intervals=list(zip(low[1:], high[1:], strict=True)) if len(per) > 1 else None,
+        conversations=len(per),
         chains=int(total[0]),
     )
+
+
+def resampled(sums: np.ndarray, figures: Callable[[np.ndarray], np.ndarray]) -> tuple[list[float], list[float]]:
+    """Lower and upper ends of 95 % bootstrap intervals, conversations being drawn with replacement.
+
+    Args:
+        sums: (conversations, n), what each conversation adds to n sums.
+        figures: from sums (draws, n) to figures (draws, m).
+    """
+    count = len(sums)
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    low, high = np.quantile(figures(draws.astype(np.float64) @ sums), [0.025, 0.975], axis=0)
+    return low.tolist(), high.tolist()

@@ -5,8 +5,6 @@ Runs under an engine's own Python, where draftsmith is not installed.
 
 import argparse
 import json
-import os
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,6 @@ from safetensors.torch import load_file, save_file
 
 LONGEST_REFUSAL = 500  # characters; vLLM answers an unknown architecture with the list of all that it knows
 PREFILL, RECURRENT, STRIDE = 24, 3, 16  # tokens with features, tokens drafted after them, positions between the former
-
-
-def run_with(**environment: str) -> None:
-    """Start this process anew under an environment that Python and engines read as they start, unless it has it."""
-    wanted = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", **environment}
-    wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.environ.update(wanted)
-        os.execv(sys.executable, [sys.executable, "-W", "ignore", *sys.argv])
 
 
 def refusal(engine: str, error: Exception) -> str:

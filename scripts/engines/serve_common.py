@@ -1,27 +1,6 @@
-"""What serve_sglang.py and serve_vllm.py share: command line, counters, comparison, result file.
+"""What serve_sglang.py and serve_vllm.py share: command line, processes, result file. How they count: counting.py.
 
 Imports the standard library only: it runs under an engine's own Python, where draftsmith is not installed.
-
-How the engines count (read in SGLang 0.5.23 and vLLM 0.32.0, and confirmed by tests/engines). A *verify step* is one
-target forward over the last token and `steps` drafts; it accepts the longest prefix of the drafts that equals what the
-target itself would produce. Both engines agree on everything below.
-
-- The first generated token comes from the prefill and belongs to no verify step. A request that ends with it (a stop
-  token, or max_new_tokens 1) has no verify steps at all.
-- Every later token belongs to a verify step, the last one included. A step always drafts `steps` tokens, also when
-  fewer than that may still be produced, and its accepted drafts are counted *before* the output is cut at a stop token
-  or at max_new_tokens: accepted drafts beyond the end count in full (SGLang: batch_result_processor.py
-  `_resolve_spec_v2_tokens`; vLLM: scheduler.py `update_from_output`, which trims in `_update_request_with_output`
-  afterwards). What the target "would produce" after a stop token is its plain continuation, and the drafter continues
-  past it too.
-- So with a steps-per-request histogram h (h[i] = verify steps with i accepted drafts), the tokens of a request are at
-  most 1 + sum_i h[i] * (i + 1), and fewer by what the last step accepted beyond the end. Drop the last step, or let a
-  predictor look past the end, to compare exactly; `per_step` of vLLM's outputs lists every step in order.
-- Neither engine drafts fewer tokens near max_new_tokens. Near the context limit vLLM does (read, not run), so both
-  serve scripts leave `CONTEXT_SLACK` positions unused unless --context-length says otherwise.
-
-accept_length is 1 + accepted_drafts / verify_steps, from those counters. SGLang's own `spec_accept_length` (completion
-tokens / verify steps) counts the prefill's token and cuts the last step, and is not used.
 """
 
 import argparse
@@ -31,11 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from child import ChildError, run_in_child
+from counting import Served, first_divergences, summarise_counters, summarise_run
 
 CONTEXT_SLACK = 64
 
@@ -68,29 +48,27 @@ class Job:
         """Where the engines' own output goes."""
         return self.out.with_suffix(".log")
 
+    @property
+    def progress(self) -> Path:
+        """One word a line for who waits: starting, ready, served; first with the drafter, then without."""
+        return self.out.with_suffix(".progress")
 
-@dataclass
-class Output:
-    """What one request came back with. histogram[i] counts its verify steps with i accepted drafts."""
-
-    id: str
-    output_ids: list[int]
-    verify_steps: int | None = None
-    histogram: list[int] | None = None
-    per_step: list[int] | None = None
-
-
-@dataclass
-class Served:
-    """What a serve function returns: outputs in the order of the prompts, and the clock."""
-
-    outputs: list[Output]
-    start_seconds: float
-    seconds: float
-    counters: dict[str, Any] = field(default_factory=dict)
+    def reached(self, word: str) -> None:
+        """Note a stage in `progress`."""
+        with self.progress.open("a") as handle:
+            handle.write(word + "\n")
 
 
 Serve = Callable[[Job, Path | None], Served]  # (job, drafter or None for the plain engine)
+
+
+def run_with(**environment: str) -> None:
+    """Start this process anew under an environment that Python and engines read as they start, unless it has it."""
+    wanted = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", **environment}
+    wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.environ.update(wanted)
+        os.execv(sys.executable, [sys.executable, "-W", "ignore", *sys.argv])
 
 
 def fail(message: str) -> NoReturn:
@@ -152,6 +130,7 @@ def parse_job(engine: str) -> Job:
         timeout=arguments.timeout,
     )
     job.log.write_text("")
+    job.progress.write_text("")
     return job
 
 
@@ -192,69 +171,30 @@ def run(engine: str, version: str, job: Job, serve: Serve) -> None:
     spec = base = None
     try:
         if job.drafter is not None:
+            job.reached("starting")
             spec = run_in_child(lambda: serve(job, job.drafter), job.log, deadline, f"{engine} with the drafter")
+            job.reached("served")
         if job.drafter is None or job.compare:
+            job.reached("starting")
             base = run_in_child(lambda: serve(job, None), job.log, deadline, f"{engine} without a drafter")
+            job.reached("served")
     except ChildError as error:
         fail(f"{error}\n(time limit: --timeout {job.timeout:g})")
+    finally:
+        job.progress.unlink(missing_ok=True)
     divergences = first_divergences(base.outputs, spec.outputs) if spec and base else None
     result = {
         "engine": engine,
         "version": version,
         "dtype": job.dtype,
         "steps": job.steps,
-        "spec": {**summarise_counters(spec, job.steps), **_summarise_run(spec)} if spec else None,
-        "base": _summarise_run(base) if base else None,
+        "spec": {**summarise_counters(spec, job.steps), **summarise_run(spec)} if spec else None,
+        "base": summarise_run(base) if base else None,
         "identical": None if divergences is None else not divergences,
         "first_divergence": divergences or [],
     }
     write_atomically(job.out, json.dumps(result, indent=1) + "\n")
     print(_headline(engine, version, result))
-
-
-def summarise_counters(served: Served, steps: int) -> dict[str, Any]:
-    """Totals over requests. accept_per_position[i] = verify steps that accepted more than i drafts / verify steps."""
-    histogram = [sum(output.histogram[i] for output in served.outputs) for i in range(steps + 1)]
-    verify_steps = sum(histogram)
-    accepted = sum(count * i for i, count in enumerate(histogram))
-    reported = {"verify_steps": verify_steps, "accepted_drafts": accepted, **served.counters}
-    if (reported["verify_steps"], reported["accepted_drafts"]) != (verify_steps, accepted):
-        raise RuntimeError(
-            f"the engine's counters contradict each other: histograms say {verify_steps} verify steps and {accepted} "
-            f"accepted drafts, the totals {reported['verify_steps']} and {reported['accepted_drafts']}"
-        )
-    divisor = max(verify_steps, 1)
-    return {
-        "accept_length": 1 + accepted / divisor,
-        "accept_per_position": [sum(histogram[i + 1 :]) / divisor for i in range(steps)],
-        "verify_steps": verify_steps,
-        "accepted_drafts": accepted,
-        "histogram": histogram,
-    }
-
-
-def _summarise_run(served: Served) -> dict[str, Any]:
-    tokens = sum(len(output.output_ids) for output in served.outputs)
-    return {
-        "tokens": tokens,
-        "seconds": round(served.seconds, 3),
-        "tokens_per_second": round(tokens / served.seconds, 2),
-        "start_seconds": round(served.start_seconds, 2),
-        "outputs": [{k: v for k, v in asdict(output).items() if v is not None} for output in served.outputs],
-    }
-
-
-def first_divergences(base: list[Output], spec: list[Output]) -> list[dict[str, Any]]:
-    """For every request whose tokens differ: where first, and both tokens there (None past the end of the shorter)."""
-    found = []
-    for plain, drafted in zip(base, spec, strict=True):
-        if plain.output_ids == drafted.output_ids:
-            continue
-        shared = min(len(plain.output_ids), len(drafted.output_ids))
-        index = next((i for i in range(shared) if plain.output_ids[i] != drafted.output_ids[i]), shared)
-        tokens = [ids[index] if index < len(ids) else None for ids in (plain.output_ids, drafted.output_ids)]
-        found.append({"id": plain.id, "index": index, "base": tokens[0], "spec": tokens[1]})
-    return found
 
 
 def _headline(engine: str, version: str, result: dict[str, Any]) -> str:

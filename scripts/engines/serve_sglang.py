@@ -1,8 +1,8 @@
 """Serve prompts greedily with SGLang on a CPU, with an EAGLE-3 drafter or without, and write tokens and counters.
 
-Runs under the engine's own Python, with scripts/engines/sglang_cpu on PYTHONPATH: scripts/serve_sglang.sh sets that up.
+Runs under the engine's own Python (scripts/serve_sglang.sh builds it), with sglang_cpu beside this file on PYTHONPATH.
 What is real and what is stood in for: scripts/engines/sglang_cpu/sgl_kernel/__init__.py; how accepted drafts are
-counted: serve_common.py.
+counted: counting.py.
 """
 
 import time
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import child
 import serve_common
-from serve_common import Job, Output, Served
+from counting import Output, Served
+from serve_common import Job
 
 
 def serve(job: Job, drafter: Path | None) -> Served:
@@ -55,6 +56,7 @@ def serve(job: Job, drafter: Path | None) -> Served:
     )
     try:
         ready = time.monotonic()
+        job.reached("ready")
         answers = engine.generate(
             input_ids=[prompt.input_ids for prompt in job.prompts],
             sampling_params=[
@@ -105,4 +107,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    serve_common.run_with(
+        SGLANG_USE_CPU_ENGINE="1",
+        PYTHONPATH=str(Path(__file__).resolve().parent / "sglang_cpu"),
+        TOKENIZERS_PARALLELISM="false",
+    )
     main()

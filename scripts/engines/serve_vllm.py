@@ -1,7 +1,7 @@
 """Serve prompts greedily with vLLM on a CPU, with an EAGLE-3 drafter or without, and write tokens and counters.
 
-Runs under the engine's own Python: scripts/serve_vllm.sh sets that up. Everything is vLLM's own, its compiled CPU
-operators included; torch.compile is off (enforce_eager). How accepted drafts are counted: serve_common.py.
+Runs under the engine's own Python, which scripts/serve_vllm.sh builds. Everything is vLLM's own, its compiled CPU
+operators included; torch.compile is off (enforce_eager). How accepted drafts are counted: counting.py.
 """
 
 import time
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import child
 import serve_common
-from serve_common import Job, Output, Served
+from counting import Output, Served
+from serve_common import Job
 
 
 def serve(job: Job, drafter: Path | None) -> Served:
@@ -36,6 +37,7 @@ def serve(job: Job, drafter: Path | None) -> Served:
         **speculation,
     )
     ready = time.monotonic()
+    job.reached("ready")
     answers = engine.generate(
         [{"prompt_token_ids": prompt.input_ids} for prompt in job.prompts],
         [
@@ -98,4 +100,12 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    serve_common.run_with(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONPATH="",
+    )
     main()

@@ -23,6 +23,7 @@ from typing import Any
 
 import audit_common
 import child
+import serve_common
 import torch
 import torch.nn.functional as F
 
@@ -251,5 +252,5 @@ def forward(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str
 
 
 if __name__ == "__main__":
-    audit_common.run_with(SGLANG_USE_CPU_ENGINE="1", PYTHONPATH=str(Path(__file__).resolve().parent / "sglang_cpu"))
+    serve_common.run_with(SGLANG_USE_CPU_ENGINE="1", PYTHONPATH=str(Path(__file__).resolve().parent / "sglang_cpu"))
     sys.exit(main())

@@ -235,7 +235,7 @@ def forward(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    audit_common.run_with(
+    serve_common.run_with(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine must start inside the audited process
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_NO_USAGE_STATS="1",

@@ -196,12 +196,18 @@ def evaluate(
         Path | None, typer.Option(help="a checkpoint or converted folder; default: the run's best checkpoint")
     ] = None,
     store: Annotated[Path | None, typer.Option(help="a store; default: the run's held-out one")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="of sampled verification, any number of times; default: 1.0")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
 ) -> None:
-    """Predict the accept length by replaying greedy chains on held-out conversations."""
-    from draftsmith.convert.evaluate import evaluate as run_verb
+    """Predict the accept length for 1 to 8 drafts by replaying chains on held-out conversations."""
+    from draftsmith.accept.evaluate import evaluate as run_verb
 
-    run_verb(load_config(config, overrides or []), drafter=drafter, store=store, as_json=json)
+    temperatures = tuple(temperature or (1.0,))
+    run_verb(
+        load_config(config, overrides or []), drafter=drafter, store=store, temperatures=temperatures, as_json=json
+    )
 
 
 @app.command()
@@ -294,17 +300,81 @@ def forecast(
         str | None, typer.Option(help="one verify: 30, or positions:milliseconds like 2:22,4:30")
     ] = None,
     costs: Annotated[Path | None, typer.Option(help="a JSON table of these costs by batch size")] = None,
+    log: Annotated[
+        list[Path] | None, typer.Option(help="an engine's log, with the drafter or without; any number of times")
+    ] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="measure a running server with the drafter; once a depth")
+    ] = None,
+    plain_url: Annotated[str | None, typer.Option(help="a running server without the drafter")] = None,
+    engine: Annotated[str, typer.Option(help="what runs at --url: sglang or vllm")] = "sglang",
+    batch: Annotated[list[int] | None, typer.Option(help="batch sizes of the measurement; default: 1, 4, 16")] = None,
     steps: Annotated[int, typer.Option(help="the deepest chain")] = 8,
     png: Annotated[Path | None, typer.Option(help="draw speed-up by depth into this file")] = None,
     json: Annotated[bool, typer.Option("--json", help="print the forecast as JSON on standard output")] = False,
 ) -> None:
     """Speed-up for every depth from acceptance and measured costs, and whether to deploy at all."""
-    from draftsmith.convert.forecast_command import forecast_command
+    from draftsmith.accept.forecast_command import forecast_command
+    from draftsmith.convert.engine_loader import parse_engines
 
     forecast_command(
-        acceptance, decode_ms=decode_ms, draft_ms=draft_ms, verify_ms=verify_ms, costs=costs, most=steps, png=png,
-        as_json=json,
+        acceptance, decode_ms=decode_ms, draft_ms=draft_ms, verify_ms=verify_ms, costs=costs, logs=log or [],
+        engine=parse_engines([engine])[0], url=url or [], plain_url=plain_url, batches=batch or (1, 4, 16), most=steps,
+        png=png, as_json=json,
     )  # fmt: skip
+
+
+@app.command("serve-check")
+def serve_check(
+    engine: Annotated[str, typer.Argument(help="sglang or vllm")],
+    config: Config,
+    overrides: Overrides = None,
+    drafter: Annotated[Path | None, typer.Option(help="a converted drafter; default: the run's")] = None,
+    steps: Annotated[int | None, typer.Option(help="drafted tokens a chain; default: evaluate.draft_steps")] = None,
+    limit: Annotated[int | None, typer.Option(help="serve the first N held-out conversations; default: all")] = None,
+    url: Annotated[str | None, typer.Option(help="a server that runs already, with the drafter")] = None,
+    plain_url: Annotated[str | None, typer.Option(help="one without the drafter, to compare answers and speed")] = None,
+    engine_python: Annotated[Path | None, typer.Option(help="the engine's Python or virtual environment")] = None,
+    start_timeout: Annotated[float, typer.Option(help="seconds for an engine to be ready")] = 300.0,
+    timeout: Annotated[float, typer.Option(help="seconds for everything")] = 1800.0,
+    max_running: Annotated[int, typer.Option(help="requests at once")] = 24,
+    explain: Annotated[bool, typer.Option(help="look for the cause of a bad verdict")] = True,
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
+) -> None:
+    """Serve held-out prompts with a real engine, beside the prediction; exit code 1 if they differ."""
+    from draftsmith.accept.serve_check import serve_check as run_verb
+    from draftsmith.convert.engine_loader import parse_engines
+
+    engines = parse_engines([engine])
+    if len(engines) != 1:
+        raise DraftsmithError("one engine at a time", where="ENGINE", found=engine, expected="sglang or vllm")
+    found = run_verb(
+        engines[0], load_config(config, overrides or []), drafter=drafter, steps=steps, conversations=limit, url=url,
+        plain_url=plain_url, python=engine_python, start_limit=start_timeout, limit=timeout, max_running=max_running,
+        explain=explain, as_json=json,
+    )  # fmt: skip
+    if not found.good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def probe(
+    drafter: Annotated[Path, typer.Argument(help="a converted folder or a training checkpoint")],
+    config: Config,
+    overrides: Overrides = None,
+    store: Annotated[Path | None, typer.Option(help="judge this store's states too; default: the held-out one")] = None,
+    limit: Annotated[int, typer.Option(help="held-out conversations, at most")] = 48,
+    steps: Annotated[int, typer.Option(help="drafts a chain")] = 3,
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
+) -> None:
+    """Which taps, norms, RoPE and draft vocabulary was a drafter trained with? Exit code 1 if not those it describes."""
+    from draftsmith.accept.probe import probe as run_verb
+
+    found = run_verb(
+        load_config(config, overrides or []), drafter, store=store, conversations=limit, steps=steps, as_json=json
+    )
+    if not found.as_described:
+        raise typer.Exit(1)
 
 
 @app.callback(invoke_without_command=True)

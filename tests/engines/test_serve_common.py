@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 ENGINES = Path(__file__).parents[2] / "scripts" / "engines"
 
 sys.path.insert(0, str(ENGINES))
-import serve_common as common  # noqa: E402
+import counting as common  # noqa: E402
 
 sys.path.remove(str(ENGINES))
 
@@ -23,6 +23,7 @@ SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {engines!r})
 import child
+import counting
 import serve_common as c
 child.GRACE_SECONDS = 0.5
 
@@ -36,8 +37,8 @@ job = c.parse_job("fake")
 child.end_on_signals()
 c.run("fake", "1", job, serve)
 """
-DRAFTED = "c.Output('a', [7, 8, 9], 1, [0, 1, 0, 0])"
-PLAIN = "c.Output('a', [7, 8, 9])"
+DRAFTED = "counting.Output('a', [7, 8, 9], 1, [0, 1, 0, 0])"
+PLAIN = "counting.Output('a', [7, 8, 9])"
 
 
 def run_fake(folder: Path, behaviour: str, *options: str) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -74,7 +75,7 @@ def survivors(folder: Path) -> list[str]:
 
 
 def test_a_result_is_written_whole_and_the_stubborn_worker_is_gone(tmp_path):
-    behaviour = f"return c.Served([{DRAFTED} if drafter else {PLAIN}], 1.0, 2.0)"
+    behaviour = f"return counting.Served([{DRAFTED} if drafter else {PLAIN}], 1.0, 2.0)"
     done, out = run_fake(tmp_path, behaviour, "--drafter", "drafter", "--compare")
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
@@ -93,7 +94,7 @@ def test_a_result_is_written_whole_and_the_stubborn_worker_is_gone(tmp_path):
 
 
 def test_without_a_drafter_only_the_base_is_served(tmp_path):
-    done, out = run_fake(tmp_path, f"return c.Served([{PLAIN}], 1.0, 2.0)")
+    done, out = run_fake(tmp_path, f"return counting.Served([{PLAIN}], 1.0, 2.0)")
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert (result["spec"], result["identical"]) == (None, None)

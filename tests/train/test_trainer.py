@@ -8,10 +8,10 @@ import shutil
 
 import pytest
 
+from draftsmith.accept.evaluate import evaluate
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import TrainSection, load_config
 from draftsmith.configs.target import read_target
-from draftsmith.convert.evaluate import evaluate
 from draftsmith.convert.write import convert
 from draftsmith.data.store import HarvestReader
 from draftsmith.data.store_writer import StoreWriter

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
 
-from draftsmith.configs.console import closing, console, out, table
-from draftsmith.configs.errors import DraftsmithError
-from draftsmith.convert.forecast import (
+from draftsmith.accept.costs import costs_from_logs, sweep
+from draftsmith.accept.forecast import (
     Costs,
     Forecast,
     draw,
@@ -20,6 +20,9 @@ from draftsmith.convert.forecast import (
     read_costs,
     read_verify,
 )
+from draftsmith.configs.console import closing, console, out, table
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.convert.engine_loader import Engine
 
 
 def forecast_command(
@@ -29,15 +32,33 @@ def forecast_command(
     draft_ms: float | None,
     verify_ms: str | None,
     costs: Path | None,
+    logs: Sequence[Path] = (),
+    engine: Engine | None = None,
+    url: Sequence[str] = (),
+    plain_url: str | None = None,
+    batches: Sequence[int] = (1, 4, 16),
     most: int,
     png: Path | None,
     as_json: bool,
 ) -> list[Forecast]:
-    """Print a table a batch size and the verdicts; write the picture if a file is named."""
+    """Print a table a batch size, two and three drafts side by side, and the verdicts; write the picture if a file is named.
+
+    Args:
+        decode_ms, draft_ms, verify_ms: costs by hand, at batch size 1; decode_ms also completes logs of drafting alone.
+        costs: a table of costs.
+        logs: of engines, with the drafter (at any depths) and without.
+        engine, url, plain_url, batches: sweep over running servers, of one depth each, and one without the drafter.
+    """
     if not 1 <= most <= 64:
         raise DraftsmithError("the depth must be 1 to 64", where="--steps", found=most)
     accept = read_accept(acceptance)
-    forecasts = [forecast(accept, entry, most) for entry in _costs(decode_ms, draft_ms, verify_ms, costs)]
+    if url:
+        found = sweep(engine, url, plain_url, decode_ms, batches)
+    elif logs:
+        found = costs_from_logs(logs, decode_ms)
+    else:
+        found = _costs(decode_ms, draft_ms, verify_ms, costs)
+    forecasts = [forecast(accept, entry, most) for entry in found]
     if as_json:
         rows = [
             {**asdict(entry), "best": entry.best.steps if entry.best else None, "verdict": entry.verdict}
@@ -47,6 +68,8 @@ def forecast_command(
     else:
         for entry in forecasts:
             out.print(_table(entry))
+        if (both := side_by_side(forecasts)) is not None:
+            out.print(both)
         for entry in forecasts:
             out.print(entry.verdict, style="green" if entry.best else "red", highlight=False)
     if any(depth.extrapolated for entry in forecasts for depth in entry.depths):
@@ -69,8 +92,33 @@ def _costs(decode: float | None, draft: float | None, verify: str | None, file: 
     raise DraftsmithError(
         "a forecast needs the costs of a plain decode, of one draft step and of verifying",
         where="command line",
-        mend="pass --decode-ms, --draft-ms and --verify-ms together, or --costs FILE alone",
+        mend="pass --decode-ms, --draft-ms and --verify-ms together, or one of --costs FILE, --log FILE, --url URL",
     )
+
+
+def side_by_side(forecasts: Sequence[Forecast], depths: tuple[int, int] = (2, 3)) -> Table | None:
+    """Two depths beside each other at every batch size, and the best depth of all; None if none has both."""
+    rows = []
+    for entry in forecasts:
+        known = {depth.steps: depth for depth in entry.depths}
+        if not all(steps in known for steps in depths):
+            continue
+        row = [str(entry.costs.batch)]
+        for steps in depths:
+            one = known[steps]
+            row += [
+                f"{one.accept_length:.2f}",
+                f"{one.round_ms:.1f}",
+                f"{one.tokens_per_second:.1f}",
+                f"{one.speedup:.2f}x",
+            ]
+        rows.append([*row, str(entry.best.steps) if entry.best else "none"])
+    if not rows:
+        return None
+    columns = ["batch size"]
+    for steps in depths:
+        columns += [f"{steps} drafts: accept length", "round (ms)", "tokens/s", "speed-up"]
+    return table("two depths side by side", [*columns, "best depth"], rows)
 
 
 def _table(entry: Forecast) -> Table:

@@ -7,7 +7,8 @@ of the target:
     speed-up at depth k        = accept_length@k * decode / (k * draft + verify(k + 1))
 
 with accept_length@k = 1 + accept_0 + ... + accept_{k-1}. Costs depend on the batch size, so a table of costs has one row
-a batch size. Whatever else a server does in a round counts to `verify`.
+a batch size. Whatever else a server does in a round counts to `verify`. A running server tells whole rounds only: k draft
+steps and the verify together, at the depth that it runs with; then the round stands in place of both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,35 @@ class Costs:
         decode: one token of the target without speculation.
         draft: one draft step.
         verify: positions verified -> the target's call; between two the line through them counts, outside the nearest two.
+        rounds: drafted tokens -> the whole round as a server was measured; if there are any, they count alone.
     """
 
     batch: int
     decode: float
     draft: float
     verify: Mapping[int, float]
+    rounds: Mapping[int, float] = field(default_factory=dict)
 
     def verifying(self, positions: int) -> float:
         """The target's call over `positions` positions."""
-        known = sorted(self.verify)
-        if len(known) == 1:
-            return self.verify[known[0]]
-        above = next((index for index, size in enumerate(known) if size >= positions), len(known) - 1)
-        first, second = known[max(0, above - 1)], known[max(1, above)]
-        slope = (self.verify[second] - self.verify[first]) / (second - first)
-        return max(0.0, self.verify[first] + slope * (positions - first))
+        return self.verify[next(iter(self.verify))] if len(self.verify) == 1 else _on_the_line(self.verify, positions)
+
+    def round(self, steps: int) -> float | None:
+        """Drafting and verifying `steps` tokens; None if it was not measured and does not follow from what was."""
+        if not self.rounds:
+            return steps * self.draft + self.verifying(steps + 1)
+        if len(self.rounds) == 1:
+            return self.rounds.get(steps)
+        return _on_the_line(self.rounds, steps)
+
+
+def _on_the_line(known: Mapping[int, float], at: int) -> float:
+    """The line through the two known sizes around `at`, or the nearest two."""
+    sizes = sorted(known)
+    above = next((index for index, size in enumerate(sizes) if size >= at), len(sizes) - 1)
+    first, second = sizes[max(0, above - 1)], sizes[max(1, above)]
+    slope = (known[second] - known[first]) / (second - first)
+    return max(1e-9, known[first] + slope * (at - first))
 
 
 @dataclass(frozen=True)
@@ -121,12 +135,19 @@ def forecast(accept: Sequence[float], costs: Costs, most: int = MOST_STEPS) -> F
     depths = []
     for steps in range(1, most + 1):
         gained = 1 + sum(_accept_at(known, index) for index in range(steps))
-        spent = steps * costs.draft + costs.verifying(steps + 1)
+        spent = costs.round(steps)
+        if spent is None:
+            continue
         depths.append(
             Depth(
                 steps, gained, steps > len(known), spent, gained * costs.decode / spent, 1000 * gained / spent,
                 spent / costs.decode,
             )
+        )  # fmt: skip
+    if not depths:
+        raise DraftsmithError(
+            "the only round that was measured is deeper than the forecast", where=f"batch size {costs.batch}",
+            found=sorted(costs.rounds), expected=f"a depth within 1..{most}", mend="pass a larger --steps",
         )  # fmt: skip
     return Forecast(costs, tuple(depths))
 
@@ -198,12 +219,16 @@ def read_costs(file: Path) -> list[Costs]:
     rows = []
     for batch, entry in found.items():
         try:
+            if "round_ms" in entry:
+                rounds = {int(depth): cost for depth, cost in entry["round_ms"].items()}
+                rows.append(make_rounds(int(batch), entry["decode_ms"], rounds))
+                continue
             verify = entry["verify_ms"]
             sizes = verify if isinstance(verify, Mapping) else {"1": verify}
             rows.append(
                 make_costs(int(batch), entry["decode_ms"], entry["draft_ms"], {int(k): v for k, v in sizes.items()})
             )
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise DraftsmithError(
                 "the table of costs is not understood", where=file, found=json.dumps({batch: entry}), expected=EXAMPLE
             ) from None
@@ -225,6 +250,16 @@ def make_costs(batch: int, decode: Any, draft: Any, verify: Mapping[int, Any]) -
     if not verify or min(verify) < 1 or batch < 1:
         raise DraftsmithError("positions and batch sizes count from 1", where=f"batch size {batch}", found=dict(verify))
     return Costs(batch, float(decode), float(draft), {size: float(cost) for size, cost in verify.items()})
+
+
+def make_rounds(batch: int, decode: Any, rounds: Mapping[int, Any]) -> Costs:
+    """Costs of a server whose rounds were measured whole, by depth."""
+    if not rounds:
+        raise DraftsmithError(
+            "no round was measured", where=f"batch size {batch}", expected="milliseconds by drafted tokens"
+        )
+    made = make_costs(batch, decode, 0, rounds)
+    return Costs(batch, made.decode, 0.0, {}, made.verify)
 
 
 def draw(forecasts: Sequence[Forecast], file: Path) -> None:

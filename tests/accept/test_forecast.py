@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from draftsmith.accept.forecast import Costs, forecast, make_costs, read_accept, read_costs, read_verify
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.convert.forecast import Costs, forecast, make_costs, read_accept, read_costs, read_verify
 
 
 def test_values_by_hand():

@@ -1,0 +1,213 @@
+"""Ask engines that already run: the same requests over HTTP, the same result as a local run leaves.
+
+SGLang answers `/generate` with the counters of each request in `meta_info`. vLLM's `/v1/completions` has none, so its
+totals are the difference of `/metrics` before and after: nobody else may use that server meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from draftsmith.accept.local import check_counters
+from draftsmith.configs.errors import DraftsmithError
+from draftsmith.convert.engine_loader import TITLES, Engine
+from draftsmith.engines.counting import Output, Served, first_divergences, summarise_counters, summarise_run
+
+VLLM_COUNTERS = {
+    "verify_steps": "vllm:spec_decode_num_drafts",
+    "accepted_drafts": "vllm:spec_decode_num_accepted_tokens",
+    "position": "vllm:spec_decode_num_accepted_tokens_per_pos",
+}
+
+
+class Server:
+    """One running engine.
+
+    Args:
+        url: its root, with or without /v1.
+        limit: seconds that one request may take.
+    """
+
+    def __init__(self, engine: Engine, url: str, limit: float) -> None:
+        self.engine, self.limit = engine, limit
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.title = f"{TITLES[engine]} at {self.url}"
+
+    def wait(self, start_limit: float) -> None:
+        """Return once it is healthy.
+
+        Raises:
+            DraftsmithError: it is not within `start_limit` seconds.
+        """
+        began, said = time.monotonic(), "no answer"
+        while True:
+            try:
+                self._get("/health", min(self.limit, max(0.2, start_limit)))
+                return
+            except (OSError, ValueError) as error:
+                said = str(error)
+            if time.monotonic() - began > start_limit:
+                raise DraftsmithError(
+                    f"{self.title} was not healthy within {start_limit:g} seconds", where=f"{self.url}/health",
+                    found=said, expected="status 200", mend="start it, or allow more with --start-timeout SECONDS",
+                )  # fmt: skip
+            time.sleep(0.2)
+
+    def serve(self, prompts: Mapping[str, Any], concurrency: int, *, drafted: bool) -> Served:
+        """Answer every prompt greedily, `concurrency` at once; with counters if `drafted`.
+
+        Raises:
+            DraftsmithError: the server is lost, or answers something else than expected.
+        """
+        before = self._totals() if drafted else {}
+        model = self._model() if self.engine == "vllm" else ""
+        began = time.monotonic()
+        with ThreadPoolExecutor(concurrency) as pool:
+            outputs = list(pool.map(lambda prompt: self._answer(prompt, prompts, model, drafted), prompts["prompts"]))
+        seconds = time.monotonic() - began
+        counters = {name: value - before.get(name, 0) for name, value in self._totals().items()} if drafted else {}
+        return Served(outputs, 0.0, seconds, counters)
+
+    def depth(self) -> int | None:
+        """Drafted tokens a chain, where the server says so."""
+        if self.engine == "vllm":
+            positions = [name for name in self._totals() if name.startswith("position")]
+            return len(positions) or None
+        try:
+            return json.loads(self._get("/server_info")).get("speculative_num_steps")
+        except (OSError, ValueError):
+            return None
+
+    def version(self) -> str:
+        """The engine's version, or `unknown`."""
+        path, key = ("/version", "version") if self.engine == "vllm" else ("/server_info", "version")
+        try:
+            return str(json.loads(self._get(path)).get(key, "unknown"))
+        except (OSError, ValueError):
+            return "unknown"
+
+    def _answer(self, prompt: Mapping[str, Any], document: Mapping[str, Any], model: str, drafted: bool) -> Output:
+        ids, new, stop = prompt["input_ids"], prompt["max_new_tokens"], document["stop_token_ids"]
+        ignore = bool(document.get("ignore_eos"))
+        try:
+            if self.engine == "vllm":
+                said = self._post("/v1/completions", {
+                    "model": model, "prompt": ids, "max_tokens": new, "temperature": 0, "stop_token_ids": stop,
+                    "return_token_ids": True, "ignore_eos": ignore,
+                })  # fmt: skip
+                return Output(prompt["id"], list(said["choices"][0]["token_ids"]))
+            sampling = {"temperature": 0, "max_new_tokens": new, "stop_token_ids": stop, "ignore_eos": ignore}
+            said = self._post("/generate", {"input_ids": ids, "sampling_params": sampling})
+            output, meta = Output(prompt["id"], list(said["output_ids"])), said["meta_info"]
+            if drafted and "spec_verify_ct" in meta:
+                output.histogram = list(meta.get("spec_correct_drafts_histogram", []))
+                output.verify_steps = meta["spec_verify_ct"]
+            return output
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise DraftsmithError(
+                f"{self.title} was lost, or answers otherwise than expected", where=f"request {prompt['id']}",
+                found=f"{type(error).__name__}: {error}", expected="token ids of an answer",
+                mend="read the server's log",
+            ) from None  # fmt: skip
+
+    def _model(self) -> str:
+        try:
+            return str(json.loads(self._get("/v1/models"))["data"][0]["id"])
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise DraftsmithError(f"{self.title} lists no model: {error}", where=f"{self.url}/v1/models") from None
+
+    def _totals(self) -> dict[str, float]:
+        """vLLM's counters so far; `position 0` ... beside the totals. Nothing for SGLang, whose requests carry theirs."""
+        if self.engine != "vllm":
+            return {}
+        try:
+            text = self._get("/metrics").decode()
+        except OSError as error:
+            raise DraftsmithError(f"{self.title} has no metrics: {error}", where=f"{self.url}/metrics") from None
+        totals: dict[str, float] = {}
+        for name, metric in VLLM_COUNTERS.items():
+            for labels, value in re.findall(rf"^{metric}(?:_total)?(\{{[^}}]*\}})? (\S+)$", text, re.M):
+                place = re.search(r'position="(\d+)"', labels)
+                key = f"{name} {place[1]}" if place else name
+                totals[key] = totals.get(key, 0.0) + float(value)
+        return totals
+
+    def _get(self, path: str, limit: float | None = None) -> bytes:
+        with urllib.request.urlopen(self.url + path, timeout=limit or self.limit) as answer:
+            return bytes(answer.read())
+
+    def _post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(content).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.limit) as answer:
+                said = json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"status {error.code}: {error.read()[:300].decode(errors='replace')}") from None
+        if not isinstance(said, dict):
+            raise ValueError(f"a {type(said).__name__} instead of an object")
+        return said
+
+
+def serve_remotely(
+    engine: Engine,
+    url: str,
+    plain_url: str | None,
+    prompts: Mapping[str, Any],
+    *,
+    steps: int,
+    start_limit: float,
+    limit: float,
+    concurrency: int,
+) -> dict[str, Any]:
+    """Serve `prompts` at a server with the drafter and, if there is one, at a server without.
+
+    Returns:
+        A result as the serve scripts write it; `base` is None without `plain_url`.
+
+    Raises:
+        DraftsmithError: a server is not healthy in time, is lost, or reports no counters.
+    """
+    drafting = Server(engine, url, limit)
+    drafting.wait(start_limit)
+    plain = Server(engine, plain_url, limit) if plain_url else None
+    if plain is not None:
+        plain.wait(start_limit)
+    served = drafting.serve(prompts, concurrency, drafted=True)
+    base = plain.serve(prompts, concurrency, drafted=False) if plain is not None else None
+    depth = drafting.depth() or max((len(o.histogram) - 1 for o in served.outputs if o.histogram), default=steps)
+    divergences = first_divergences(base.outputs, served.outputs) if base is not None else None
+    result = {
+        "engine": engine, "version": drafting.version(), "url": drafting.url, "dtype": None, "steps": depth,
+        "spec": {**_counters(served, depth), **summarise_run(served)},
+        "base": summarise_run(base) if base is not None else None,
+        "identical": None if divergences is None else not divergences, "first_divergence": divergences or [],
+    }  # fmt: skip
+    check_counters(engine, result, drafting.url)
+    return result
+
+
+def _counters(served: Served, depth: int) -> dict[str, Any]:
+    """Totals from requests (SGLang) or from the difference of the server's counters (vLLM); empty where there are none."""
+    if any(output.histogram is not None for output in served.outputs):
+        for output in served.outputs:
+            histogram = output.histogram or []
+            output.histogram = histogram + [0] * (depth + 1 - len(histogram))
+        return summarise_counters(Served(served.outputs, 0.0, served.seconds), depth)
+    steps, accepted = served.counters.get("verify_steps"), served.counters.get("accepted_drafts")
+    if not steps or accepted is None:
+        return {"verify_steps": int(steps or 0)}
+    return {
+        "accept_length": 1 + accepted / steps,
+        "accept_per_position": [served.counters.get(f"position {i}", 0.0) / steps for i in range(depth)],
+        "verify_steps": int(steps),
+        "accepted_drafts": int(accepted),
+    }
