@@ -207,7 +207,7 @@ class TrainSection(Section):
     grad_clip: float = Field(default=1.0, gt=0.0, description="largest global gradient norm")
     precision: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="of matrix products, what is trained staying float32; none: the launcher's, else bfloat16 on a GPU and float32 on a CPU",
+        description="of matrix products, what is trained staying float32; none: bfloat16 on a GPU or where the launcher asks for it, else float32",
     )
     float8: bool = Field(default=False, description="make the products of the layer and the head in float8")
     recompute: bool = Field(

@@ -23,8 +23,6 @@ from draftsmith.configs.schema import TrainSection
 from draftsmith.train.masters import MasterAdamW
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LAUNCHED = {"no": "float32", "bf16": "bfloat16"}
-"""accelerate's names of precisions."""
 
 
 def make_accelerator(settings: TrainSection) -> Accelerator:
@@ -57,23 +55,25 @@ def make_accelerator(settings: TrainSection) -> Accelerator:
 
 
 def precision_of(settings: TrainSection) -> torch.dtype:
-    """Dtype of matrix products: the configuration's, else the launcher's, else bfloat16 on a GPU and float32 on a CPU.
+    """Dtype of matrix products: the configuration's, else bfloat16 on a GPU or where the launcher asks for it, else float32.
+
+    `no` is what `accelerate launch` sets where its file says nothing, so it asks for nothing.
 
     Raises:
         DraftsmithError: the launcher asks for a precision that training does not offer.
     """
     if settings.precision is not None:
         return DTYPES[settings.precision]
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or ("bf16" if torch.cuda.is_available() else "no")
-    if launched not in LAUNCHED:
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", "bf16"):
         raise DraftsmithError(
             "the launcher asks for a precision that training does not offer",
             where="mixed_precision of the accelerate configuration",
             found=launched,
-            expected=" or ".join(LAUNCHED),
+            expected="no or bf16",
             mend="train.precision=bfloat16",
         )
-    return DTYPES[LAUNCHED[launched]]
+    return torch.bfloat16 if launched == "bf16" or torch.cuda.is_available() else torch.float32
 
 
 def prepare(accelerator: Accelerator, unroll: nn.Module, dtype: torch.dtype, settings: TrainSection) -> tuple[Any, Any]:
