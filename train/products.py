@@ -117,21 +117,21 @@ class Bank:
 
     def __init__(self, dtype: torch.dtype | None = None, *, float8: bool = False) -> None:
         self.dtype, self.float8 = dtype, float8
-        self._held: dict[int, Held] = {}
-        self._halves: dict[int, Halves] = {}
+        self._held: dict[nn.Module, Held] = {}
+        self._halves: dict[nn.Module, Halves] = {}
 
     def __getitem__(self, module: nn.Linear) -> Held:
-        if id(module) not in self._held:
+        if module not in self._held:
             weight = module.weight
-            self._held[id(module)] = self._kind(weight)(weight, self.dtype or weight.dtype)
-        return self._held[id(module)]
+            self._held[module] = self._kind(weight)(weight, self.dtype or weight.dtype)
+        return self._held[module]
 
     def halves(self, module: nn.Linear) -> Halves:
         """The two halves of a module that reads a concatenation."""
-        if id(module) not in self._halves:
+        if module not in self._halves:
             weight = module.weight
-            self._halves[id(module)] = Halves(self._kind(weight), weight, self.dtype or weight.dtype)
-        return self._halves[id(module)]
+            self._halves[module] = Halves(self._kind(weight), weight, self.dtype or weight.dtype)
+        return self._halves[module]
 
     def _kind(self, weight: Tensor) -> type[Held]:
         return HeldFloat8 if self.float8 and not (weight.shape[0] % 16 or weight.shape[1] % 32) else Held
