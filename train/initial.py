@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
@@ -23,19 +26,23 @@ def build_drafter(
 ) -> Drafter:
     """A drafter before its first step, the same for the same seed on every process.
 
-    With `start` it has that drafter's weights. Else matrices are normal with deviation 0.02 (the range of the Llama family) unless `settings` takes them from the
-    target: `head_init: target` copies the head's rows at `targets` (int64 (D,)); `layer_init: target` copies the last
-    decoder layer into the half of the layer that reads the hidden state, with fc passing on the highest tap.
+    With `start` it has that drafter's weights. Else matrices are normal with deviation 0.02 (the range of the Llama
+    family) and a bias is zero, unless `settings` takes them from the target: `head_init: target` copies the head's rows
+    at `targets` (int64 (D,)); `layer_init: target` copies the last decoder layer into the half of the layer that reads
+    the hidden state, with fc passing on the highest tap.
     """
     generator = torch.Generator().manual_seed(settings.seed)
-    drafter = Drafter(spec, embedding)
+    with _unfilled():
+        drafter = Drafter(spec, embedding)
     if start is not None:
         drafter.load_state_dict(start.weights)
         return drafter
     with torch.no_grad():
-        for parameter in drafter.parameters():
+        for name, parameter in drafter.named_parameters():
             if parameter.ndim > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+                torch.randn(parameter.shape, generator=generator, out=parameter.data).mul_(0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
         if settings.head_init == "target":
             head = target.require("head").load()
             if head.shape[1] != spec.hidden_size:
@@ -50,6 +57,17 @@ def build_drafter(
         if settings.layer_init == "target":
             _copy_last_layer(drafter, spec, target)
     return drafter
+
+
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Matrices made here hold whatever is in memory: PyTorch's own random numbers, half a minute at Kimi's size, are for nothing."""
+    filling = nn.Linear.reset_parameters
+    nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Linear.reset_parameters = filling  # type: ignore[method-assign]
 
 
 def _copy_last_layer(drafter: Drafter, spec: DrafterSpec, target: Target) -> None:
