@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftsmith.configs.costs import (
+    SUSTAINED,
+    SYNTHESIS_RATE,
+    TargetCost,
+    gpu_hours,
+    harvest_flops,
+    target_cost,
+    training_flops,
+)
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import PRESETS, RunConfig
@@ -27,6 +36,12 @@ class Plan:
     weight_bytes: int
     training_bytes: int
     optimiser_steps: int
+    cost: TargetCost
+    generated: int
+    """Tokens still to be generated, at most; 0 where conversations exist."""
+    harvest_hours: float
+    training_hours: float
+    """Of one GPU at costs.SUSTAINED; training at most."""
 
 
 def make_plan(config: RunConfig, conversations: int, turns: int, tokens: int | None) -> Plan:
@@ -44,6 +59,7 @@ def make_plan(config: RunConfig, conversations: int, turns: int, tokens: int | N
     )
     bound = conversations * config.synthesize.max_prompt_tokens + turns * config.synthesize.max_new_tokens
     count = bound if tokens is None else tokens
+    cost = target_cost(target)
     frozen = target.vocab_size * target.hidden_size + spec.draft_vocab_size * target.hidden_size
     return Plan(
         target=target,
@@ -56,6 +72,10 @@ def make_plan(config: RunConfig, conversations: int, turns: int, tokens: int | N
         weight_bytes=spec.parameter_count() * 2,
         training_bytes=spec.parameter_count() * MASTER_BYTES + frozen * 4,
         optimiser_steps=config.train.epochs * -(-count // config.train.batch_tokens),
+        cost=cost,
+        generated=0 if tokens is not None else turns * config.synthesize.max_new_tokens,
+        harvest_hours=gpu_hours(harvest_flops(cost, count)),
+        training_hours=gpu_hours(config.train.epochs * training_flops(spec, count, config.train.unroll_steps)),
     )
 
 
@@ -85,6 +105,7 @@ def describe(plan: Plan, config: RunConfig) -> list[tuple[str, str]]:
     return [
         ("target", f"{target.architecture}, {target.num_layers} layers, hidden {target.hidden_size}, vocabulary {target.vocab_size:,}"),
         ("", f"context {target.context_length:,}, RoPE theta {target.rope.theta:g}" + (f", {target.rope.scaling}" if target.rope.scaling else "")),
+        ("", f"{parameters(plan.cost.parameters)} parameters, {parameters(plan.cost.products)} at work for a token, {size(plan.cost.weight_bytes)} of weights to load"),
         ("", f"facts shipped with draftsmith; {config.target.path} does not exist yet" if plan.target_from_facts else str(target.path)),
         ("taps", f"{' / '.join(map(str, spec.taps))} (layer inputs)"),
         ("drafter", f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}, {heads}, draft vocabulary {spec.draft_vocab_size:,}"),
@@ -93,6 +114,9 @@ def describe(plan: Plan, config: RunConfig) -> list[tuple[str, str]]:
         ("disk", f"{bound}{size(plan.store_bytes)} of hidden states ({plan.store_bytes // max(1, plan.tokens):,} bytes a token)"),
         ("memory", f"{size(plan.training_bytes)} for weights, gradients and AdamW on one process, activations aside"),
         ("training", f"{config.train.epochs} epochs, {roughly}{plan.optimiser_steps:,} steps of {config.train.batch_tokens:,} tokens, {config.train.unroll_steps} unroll steps"),
+        *([("hours", f"synthesis: at most {hours(plan.generated / SYNTHESIS_RATE / 3600)} at {SYNTHESIS_RATE:,} generated tokens/s")] if plan.generated else []),
+        ("" if plan.generated else "hours", f"harvest: {bound}{hours(plan.harvest_hours)} of one GPU at {SUSTAINED / 1e12:.0f} TFLOP/s"),
+        ("", f"training: at most {hours(plan.training_hours)} of one GPU at {SUSTAINED / 1e12:.0f} TFLOP/s, every token supervised"),
         ("writes", str(config.folder)),
     ]  # fmt: skip
 
@@ -104,3 +128,13 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def parameters(count: int) -> str:
+    """1,026,400,000,000 -> `1,026.4 B`."""
+    return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+
+
+def hours(count: float) -> str:
+    """Two digits below an hour, one decimal above."""
+    return f"{count:,.1f}" if count >= 1 else f"{count:.2g}"

@@ -126,6 +126,15 @@ class SynthesizeSection(Section):
 class HarvestSection(Section):
     """The target's hidden states over the conversations, written to a store."""
 
+    backend: Literal["transformers", "vllm"] = Field(
+        default="transformers", description="what holds the target; vllm: the engine, in a process of its own"
+    )
+    engine_python: HomePath | None = Field(
+        default=None, description="the engine's Python or virtual environment; none: as `verify --engine` finds it"
+    )
+    engine_options: dict[str, JsonValue] = Field(
+        default={}, description="handed to vllm.LLM: {tensor_parallel_size: 8, trust_remote_code: true}"
+    )
     batch_tokens: int = Field(default=8192, gt=0, description="tokens in one forward pass, padding included")
     chunk_tokens: int | None = Field(
         default=None,
@@ -144,6 +153,12 @@ class HarvestSection(Section):
     codec: Literal["bf16", "fp8"] = Field(
         default="bf16", description="how states are stored; fp8 halves the disk and errs by about 2 % of a tap's values"
     )
+
+    @model_validator(mode="after")
+    def _one_engine(self) -> HarvestSection:
+        if self.backend != "transformers" and self.workers != 1:
+            raise ValueError("an engine shares the machine out by itself: workers=1")
+        return self
 
 
 class VocabSection(Section):

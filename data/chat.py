@@ -20,6 +20,8 @@ from draftsmith.data.view import show_rendering
 MARKERS = ("<answer/>", "⟦answer⟧", "@@answer@@")
 """Stand-ins for an assistant's text; the first that no message contains is used."""
 
+THINK, THINK_END = "<think>", "</think>"
+
 END_NAMES = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
 """End-of-turn tokens of common templates."""
 
@@ -66,6 +68,7 @@ class ChatFormat:
                 with_prompt,
                 expected="{% if add_generation_prompt %}...{% endif %} at the template's end",
             )
+        self._reads_reasoning = "reasoning_content" in str(tokenizer.chat_template)
         self._check_turns_appear()
         self.prompt_ids(greeting)
         self.turn_end: tuple[int, ...] = self._find_turn_end()
@@ -185,6 +188,26 @@ class ChatFormat:
         """The text of generated ids, end-of-turn and other special tokens left out."""
         text = self._tokenizer.decode(list(generated), skip_special_tokens=True)
         return text if isinstance(text, str) else "".join(text)
+
+    def answer(self, prompt: Rendered, generated: Sequence[int]) -> dict[str, Any]:
+        """The answer to `prompt` as a message, as servers hand it back for the next turn.
+
+        A template that reads `reasoning_content` expects an engine to have parted reasoning from answer: what stands
+        before `</think>`, or everything where the prompt opened `<think>` and the turn was cut inside, goes there.
+        Other templates get the text whole and part it themselves.
+        """
+        text = self.answer_text(generated)
+        message = {"role": "assistant", "content": text}
+        if not self._reads_reasoning:
+            return message
+        thought, closed, said = text.partition(THINK_END)
+        opened = prompt.text.rstrip().endswith(THINK)
+        if closed or opened:
+            message |= {
+                "reasoning_content": thought.removeprefix(THINK).strip("\n"),
+                "content": said.lstrip("\n"),
+            }
+        return message
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: bool

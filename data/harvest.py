@@ -23,12 +23,13 @@ from draftsmith.configs.target import Target, read_target
 from draftsmith.data.codec import Codec
 from draftsmith.data.conversations import ConversationFile
 from draftsmith.data.ranks import Rank, this_rank
+from draftsmith.data.rows import Block, Task
 from draftsmith.data.shard_queue import Piece, ShardQueue
 from draftsmith.data.store import Provenance, read_manifest
 from draftsmith.data.store_writer import StoreWriter, plan_shards
 from draftsmith.data.synthesize import finished_conversations
 from draftsmith.data.target_model import load_target, split_dtype, target_mark
-from draftsmith.data.trunk import Block, Task, Trunk
+from draftsmith.data.trunk import Trunk
 from draftsmith.data.workers import side_by_side
 
 CODECS: dict[str, Codec] = {"bf16": "bfloat16", "fp8": "fp8"}
@@ -48,6 +49,8 @@ def harvest(config: RunConfig, split: Split) -> Path:
     path = config.store(split)
     taps = config.target.taps or default_taps(target.num_layers)
     _check_taps(taps, target)
+    if config.harvest.backend != "transformers":
+        _check_engine(target, rank)
     longest = min(config.harvest.max_length or target.context_length, target.context_length)
     conversations = finished_conversations(config, split)
     provenance = Provenance(
@@ -57,6 +60,7 @@ def harvest(config: RunConfig, split: Split) -> Path:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         computed_in=split_dtype(config, split, target),
+        computed_by=config.harvest.backend,
         stored_in=CODECS[config.harvest.codec],
         source=sha256_file(config.conversations(split)),
         planned=len(conversations),
@@ -132,6 +136,7 @@ class _Work:
         self.shards = plan_shards(self.lengths.tolist(), provenance.shard_tokens)
         self.agreement: float | None = None
         chunk = config.harvest.chunk_tokens or config.harvest.batch_tokens
+        self._target = target
         self._chunk = None if whole_pass_only(target) else chunk
 
     def run(self, writer: StoreWriter, numbers: Sequence[int]) -> None:
@@ -145,15 +150,11 @@ class _Work:
                     pieces.append([self._piece(number, index) for index in batch])
                     yield Task([piece.ids for piece in pieces[-1]], [piece.wanted for piece in pieces[-1]])
 
-        workers = min(self._config.harvest.workers, sum(map(len, batches.values())))
-        arguments = (
-            self._config.target, self.provenance.computed_in, self.provenance.taps, self.provenance.stored_in,
-            self._chunk, (self._rank.local_index, self._rank.local_count),
-        )  # fmt: skip
-        blocks = side_by_side(_prepare, arguments, tasks(), workers, setting="harvest.workers")
         total = int(self.lengths.sum()) // self._rank.count
         done = total - int(sum(self.lengths[index] for number in numbers for index in self.shards[number]))
+        count = sum(map(len, batches.values()))
         with (
+            self._blocks(tasks(), count) as blocks,
             ShardQueue(writer) as queue,
             meter("harvest", total, "tokens", done=max(0, done), quiet=self._rank.index > 0) as progress,
         ):
@@ -165,6 +166,23 @@ class _Work:
                     progress.advance(int(sum(self.lengths[index] for index in batch)))
                 queue.close()
         self.agreement = queue.agreed / queue.asked if queue.asked else None
+
+    @contextmanager
+    def _blocks(self, tasks: Iterator[Task], count: int) -> Iterator[Iterator[Block]]:
+        """The rows of the tasks, in order, from passes here or from an engine that ends with the block."""
+        about, section = self.provenance, self._config.harvest
+        if section.backend == "transformers" or not count:
+            arguments = (
+                self._config.target, about.computed_in, about.taps, about.stored_in, self._chunk,
+                (self._rank.local_index, self._rank.local_count),
+            )  # fmt: skip
+            yield side_by_side(_prepare, arguments, tasks, min(section.workers, count), setting="harvest.workers")
+            return
+        from draftsmith.data.served import served_target
+
+        longest = int(self.lengths.max())
+        with served_target(section, self._target, about.taps, about.stored_in, about.computed_in, longest) as served:
+            yield map(served.run, tasks)
 
     def _batches(self, number: int) -> list[list[int]]:
         shard = self.shards[number]
@@ -198,6 +216,20 @@ def _check_taps(taps: Sequence[int], target: Target) -> None:
             expected=f"ascending layer-input indices within 0..{target.num_layers - 1}",
             mend=f"target.taps={list(default_taps(target.num_layers))}, the default",
         )
+
+
+def _check_engine(target: Target, rank: Rank) -> None:
+    if rank.count > 1:
+        raise DraftsmithError(
+            "an engine holds the target for one process", where="harvest.backend", found=f"{rank.count} processes",
+            mend="draftsmith harvest CONFIG without a launcher; harvest.engine_options={tensor_parallel_size: N}",
+        )  # fmt: skip
+    if whole_pass_only(target):
+        raise DraftsmithError(
+            "the engine would not compute this target's RoPE as one pass over each text does", where="harvest.backend",
+            found=f"RoPE {(target.rope.scaling or {}).get('rope_type')}, which looks at the text's length",
+            mend="harvest.backend=transformers",
+        )  # fmt: skip
 
 
 def _report(config: RunConfig, split: Split, work: _Work) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.data.conversations import Conversation
+from draftsmith.data.rows import Block
 from draftsmith.data.shard_file import ShardFile
 from draftsmith.data.store import StoredConversation
 from draftsmith.data.store_writer import StoreWriter, not_finite_error
-from draftsmith.data.trunk import Block
 
 DEPTH = 2
 """Blocks that wait to be written: one is on its way from the device while another is written."""

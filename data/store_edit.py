@@ -24,6 +24,7 @@ MUST_AGREE = (
     "vocab_size",
     "stored_in",
     "computed_in",
+    "computed_by",
 )
 """What the states of one store have in common, in the order in which differences are named."""
 
@@ -153,7 +154,9 @@ def _refuse_difference(first: HarvestReader, other: HarvestReader) -> None:
         one, two = getattr(first.manifest, name), getattr(other.manifest, name)
         if one == two:
             continue
-        what = {"stored_in": "codec", "computed_in": "dtype while harvesting"}.get(name, name.replace("_", " "))
+        what = {"stored_in": "codec", "computed_in": "dtype while harvesting", "computed_by": "harvest.backend"}.get(
+            name, name.replace("_", " ")
+        )
         if name == "target":
             keys = [key for key in sorted(one.keys() | two.keys()) if one.get(key) != two.get(key)]
             what = "target: its " + ", ".join(key.replace("_", " ") for key in keys)

@@ -70,13 +70,13 @@ class Thread:
     def take(self, ids: list[int], logprob: float | None, finish: Finish, chat: ChatFormat) -> None:
         """Add the answer to the turn asked last: its ids, end-of-turn token included if the target wrote it."""
         part = self.parts[-1]
-        start = len(part.seen.ids)
+        start, message = len(part.seen.ids), chat.answer(part.seen, ids)
         part.seen = Rendered(part.seen.text + chat.written(ids), [*part.seen.ids, *ids])
         part.spans.append((start, start + len(ids)))
         part.finish.append(finish)
         part.places.append(len(self.messages))
         part.logprob = None if part.logprob is None or logprob is None else part.logprob + logprob
-        self.messages.append({"role": "assistant", "content": chat.answer_text(ids)})
+        self.messages.append(message)
         part.messages = len(self.messages)
         self.answered += 1
 

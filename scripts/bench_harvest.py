@@ -32,11 +32,12 @@ from draftsmith.configs.drafter import default_taps
 from draftsmith.configs.schema import TargetSection
 from draftsmith.data.codec import Codec
 from draftsmith.data.harvest import plan_batches
+from draftsmith.data.rows import Task
 from draftsmith.data.shard_queue import Piece, ShardQueue
 from draftsmith.data.store import HarvestReader, Provenance, StoredConversation
 from draftsmith.data.store_writer import StoreWriter, plan_shards
 from draftsmith.data.target_model import LoadedTarget, load_target
-from draftsmith.data.trunk import Task, Trunk
+from draftsmith.data.trunk import Trunk
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,

@@ -57,7 +57,7 @@ def _child_main(work: Callable[[], object], log: Path, sender) -> None:
     os.setpgid(0, 0)
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_DFL)
-    _end_with_parent()
+    end_with_parent()
     with output_to(log):
         try:
             sender.send((True, work()))
@@ -128,7 +128,7 @@ def _adopt_orphans() -> None:
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Linux: the calling process is killed when its parent ends, however that happens."""
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -21,10 +21,11 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig, TargetSection
 from draftsmith.data.conversations import write_conversations
 from draftsmith.data.harvest import harvest, plan_batches
+from draftsmith.data.rows import Task
 from draftsmith.data.store import HarvestReader
 from draftsmith.data.synthesize import synthesize
 from draftsmith.data.target_model import LoadedTarget, load_target
-from draftsmith.data.trunk import Task, Trunk
+from draftsmith.data.trunk import Trunk
 
 KILLED = """
 import os, signal, sys

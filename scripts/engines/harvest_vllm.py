@@ -1,0 +1,99 @@
+"""Compute hidden states with vLLM's `extract_hidden_states`, task by task, for a harvest in another process.
+
+Runs under the engine's own Python: `python harvest_vllm.py JOB.json`, JOB being
+
+    {"target": DIR, "dtype": "bfloat16", "layers": [2, 30, 58, 61], "longest": 4096, "batch_tokens": 8192,
+     "folder": DIR for the states, "log": FILE for the engine's own output, "options": {further arguments of vllm.LLM}}
+
+Layer i means the residual stream that enters layer i; the number of layers means what leaves the last one, before the
+final norm. Lines of JSON go to and fro: first {"ready": VERSION} comes out; then a line [[token ids], ...] goes in and
+{"files": [one for each sequence], "next": [the token after each]} comes out; or {"error": text}. The process ends with its input.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import child
+
+CONNECTOR = "StatesToFile"
+FLUSHES = 16
+"""Steps after a task within which the connector must have written everything."""
+
+
+class States:
+    """An engine inside this process."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        speculation = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": job["layers"]}},
+        }
+        connector = {
+            "kv_connector": CONNECTOR,
+            "kv_connector_module_path": "vllm_states",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": job["folder"], "use_synchronization_lock": False},
+        }
+        self._engine = LLM(
+            **{
+                "model": job["target"],
+                "dtype": job["dtype"],
+                "max_model_len": job["longest"] + 2,  # the token that ends a request, and its draft
+                "max_num_batched_tokens": max(job["batch_tokens"], 256),
+                "enforce_eager": True,
+                "enable_prefix_caching": False,
+                "skip_tokenizer_init": True,
+                "seed": 0,
+                **job["options"],
+                "speculative_config": speculation,
+                "kv_transfer_config": connector,
+            }
+        )
+
+    def compute(self, rows: list[list[int]]) -> dict[str, list]:
+        """A file for each sequence, and the token that the engine writes after it."""
+        from vllm import SamplingParams
+
+        answers = self._engine.generate(
+            [{"prompt_token_ids": row} for row in rows],
+            SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True),
+            use_tqdm=False,
+        )
+        files = [Path(answer.kv_transfer_params["hidden_states_path"]) for answer in answers]
+        for _ in range(FLUSHES):  # the connector hears of a finished request in the step after
+            if all(file.is_file() for file in files):
+                break
+            self._engine.llm_engine.step()
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise RuntimeError(f"vLLM wrote no states of {len(missing)} of {len(files)} sequences")
+        return {"files": [str(file) for file in files], "next": [answer.outputs[0].token_ids[0] for answer in answers]}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    child.end_with_parent()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    with child.output_to(Path(job["log"])):
+        try:
+            import vllm
+
+            states = States(job)
+            print(json.dumps({"ready": vllm.__version__}), file=answers)
+            for line in sys.stdin:
+                print(json.dumps(states.compute(json.loads(line))), file=answers)
+        except Exception as error:
+            traceback.print_exc()
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
+            raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
