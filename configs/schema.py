@@ -228,7 +228,7 @@ class TrainSection(Section):
     recompute: bool = Field(
         default=False, description="keep less for the backward pass: compute gate and up again there"
     )
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     prefetch: int = Field(default=2, gt=0, description="threads that read batches ahead, one step each")
     check_shards: Literal["hash", "header"] = Field(
         default="hash",

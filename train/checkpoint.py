@@ -17,6 +17,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -66,17 +68,26 @@ def save_checkpoint(
         drafter_tensors: served name -> tensor.
         moments: as `gather_moments` gives them.
         run: what `resume_point` compares.
+
+    Raises:
+        DraftsmithError: a tensor that is not finite (nothing is written), or no space.
     """
+    for name, tensor in (drafter_tensors | moments).items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise DraftsmithError(
+                "training stopped: weights or moments are not finite, and no checkpoint is made of them",
+                where=f"step {step}, {name}", mend="lower train.learning_rate; the last checkpoint is untouched",
+            )  # fmt: skip
     final = folder / f"{PREFIX}{step:08d}"
     with atomic_folder(final, replace=True) as temporary:
         for part in ("drafter", "state"):
             (temporary / part).mkdir()
-        save_file(drafter_tensors, temporary / "drafter" / "model.safetensors")
+        _save(drafter_tensors, temporary / "drafter" / "model.safetensors")
         write_json(
             temporary / "drafter" / "drafter.json",
             {"schema": SCHEMA, "spec": spec.model_dump(mode="json"), "provenance": provenance | {"step": step}},
         )
-        save_file(moments, temporary / "state" / "moments.safetensors")
+        _save(moments, temporary / "state" / "moments.safetensors")
         files = {
             str(file.relative_to(temporary)): file.stat().st_size
             for file in sorted(temporary.rglob("*"))
@@ -131,9 +142,36 @@ def resume_point(folder: Path, run: dict[str, Any]) -> tuple[int, Path | None]:
     return step, newest
 
 
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:
+        raise DraftsmithError(
+            f"a checkpoint cannot be written: {error}", where=file,
+            mend="free some space; the same command goes on from the last checkpoint",
+        ) from None  # fmt: skip
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's file.
+
+    Raises:
+        DraftsmithError: the file cannot be read, or a tensor is not finite.
+    """
+    mend = f"rm -r {file.parents[1]} (the run then goes on from an older checkpoint, if there is one)"
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise DraftsmithError(f"a checkpoint's file cannot be read: {error}", where=file, mend=mend) from None
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise DraftsmithError("a checkpoint's tensor is not finite", where=f"{file}: {name}", mend=mend)
+    return tensors
+
+
 def read_moments(checkpoint: Path) -> dict[str, Tensor]:
     """AdamW's moments, as `restore_moments` takes them."""
-    return load_file(checkpoint / "state" / "moments.safetensors")
+    return _load(checkpoint / "state" / "moments.safetensors")
 
 
 def rotate(folder: Path, keep: int) -> None:
@@ -168,7 +206,7 @@ def mark_best_again(folder: Path) -> None:
 def read_drafter(checkpoint: Path) -> tuple[DrafterSpec, dict[str, Tensor], dict[str, Any]]:
     """Spec, tensors (float32, d2t, t2d) and provenance of a checkpoint of ours."""
     spec, provenance = read_drafter_record(checkpoint)
-    return spec, load_file(checkpoint / "drafter" / "model.safetensors"), provenance
+    return spec, _load(checkpoint / "drafter" / "model.safetensors"), provenance
 
 
 def read_drafter_record(checkpoint: Path) -> tuple[DrafterSpec, dict[str, Any]]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from draftsmith.configs.console import meter
+from draftsmith.configs.errors import DraftsmithError
 from draftsmith.data.store import HarvestReader
 from draftsmith.train.batch import Batch, StepRows, pack
 from draftsmith.train.model import Drafter
@@ -138,12 +139,21 @@ def replay(
     device = drafter.fc.weight.device
     inside = torch.zeros(drafter.spec.vocab_size, dtype=torch.bool, device=device)
     inside[targets.to(device)] = True
+    for name, parameter in drafter.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise DraftsmithError("a weight of the drafter is not finite", where=name)
     longest = max(reader.lengths)
     windows = deal(plan_windows(reader, longest, draft_steps, "aligned"), share[1])[share[0]]
     found: dict[int, Chains] = {}
     with meter("evaluate", sum(w.tokens for w in windows), "tokens", quiet=quiet) as progress:
         for group in _groups(windows, batch_tokens) if windows else []:
             windows_read = [load_window(reader, ref, draft_steps) for ref in group]
+            for ref, window in zip(group, windows_read, strict=True):
+                if not bool(torch.isfinite(window.taps).all()):
+                    raise DraftsmithError(
+                        "a conversation's hidden states are not finite", where=reader.path, found=reader.ids[ref.conversation],
+                        mend=f"draftsmith store check {reader.path}; then harvest it again",
+                    )  # fmt: skip
             table = None if device.type == "cpu" else drafter.embedding
             batch = pack(windows_read, draft_steps, embedding=table).to(device)
             watch = None if observe is None else partial(observe, group, batch)

@@ -45,14 +45,6 @@ def build_drafter(
                 parameter.zero_()
         if settings.head_init == "target":
             head = target.require("head").load()
-            if head.shape[1] != spec.hidden_size:
-                raise DraftsmithError(
-                    "the draft head cannot start from the target's: their widths differ",
-                    where="drafter.hidden_size",
-                    found=spec.hidden_size,
-                    expected=head.shape[1],
-                    mend="train.head_init=random",
-                )
             drafter.lm_head.weight.copy_(head[targets].float())
         if settings.layer_init == "target":
             _copy_last_layer(drafter, spec, target)

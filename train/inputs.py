@@ -69,16 +69,28 @@ def read_inputs(config: RunConfig, *, without: Collection[str] = ()) -> Inputs:
     target = read_target(config.target.path)
     train = HarvestReader(config.store("train"), without=without)
     heldout = HarvestReader(config.store("heldout")) if (config.store("heldout") / "manifest.json").is_file() else None
+    seen = min(max(train.lengths), config.train.max_length, config.train.batch_tokens)
     if config.train.init_from is None:
         start, vocab = None, DraftVocab.load(config.vocab_file)
-        spec = drafter_spec(config, target, len(vocab.d2t), max(train.lengths))
+        spec = drafter_spec(config, target, len(vocab.d2t), seen)
     else:
-        start = read_warm_start(config, target, max(train.lengths))
+        start = read_warm_start(config, target, seen)
         spec = start.spec
         vocab = (
             DraftVocab.load(config.vocab_file) if config.vocab_file.is_file() else drafters_vocabulary(start, target)
         )
         check_vocabulary(start, vocab, config)
+    if spec.sliding_window is not None and max(train.lengths) > spec.sliding_window:
+        raise DraftsmithError(
+            "training does not restrict attention to a sliding window, and conversations reach beyond it",
+            where=config.train.init_from, found=f"sliding_window {spec.sliding_window:,}", expected="none",
+            mend=f"harvest.max_length={spec.sliding_window}, or a drafter without a window",
+        )  # fmt: skip
+    if spec.hidden_size != target.hidden_size:
+        raise DraftsmithError(
+            "the drafter reads the target's embeddings, so its width is the target's",
+            where="drafter.hidden_size", found=spec.hidden_size, expected=target.hidden_size,
+        )  # fmt: skip
     for reader in (train, heldout):
         if reader is not None:
             check_store(reader, target, spec.taps)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import atomic_file
 
 CLOCKED = ("tokens_per_second", "waiting", "mfu", "peak_memory", "seconds")
@@ -14,21 +15,30 @@ CLOCKED = ("tokens_per_second", "waiting", "mfu", "peak_memory", "seconds")
 
 def append_metrics(file: Path, row: dict[str, Any]) -> None:
     """Add one line."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(row) + "\n")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise DraftsmithError(
+            f"the metrics cannot be written: {error.strerror}", where=file,
+            mend="free some space; the same command goes on from the last checkpoint",
+        ) from None  # fmt: skip
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All whole lines; a torn last line is passed over."""
+    """All whole lines up to the first that is no row."""
     if not file.is_file():
         return []
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
     return rows
 
 

@@ -20,8 +20,10 @@ from accelerate.utils import gather_object, set_seed
 
 from draftsmith.configs.console import closing, console, meter
 from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import sha256_json
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import read_target
+from draftsmith.data.store import HarvestReader
 from draftsmith.train import checkpoint as saving
 from draftsmith.train.evaluate import Evaluation, replay, summarize
 from draftsmith.train.flops import peak_flops
@@ -44,7 +46,7 @@ from draftsmith.train.watch import stop_diverged, stop_not_finite
 
 FREE_TO_CHANGE = {
     "accumulation", "log_with", "log_every", "save_every", "evaluate_every", "keep_checkpoints", "guard_threshold", "init_from",
-    "prefetch", "check_shards", "damaged_shards", "stop_above",
+    "prefetch", "recompute", "check_shards", "damaged_shards", "stop_above",
 }  # fmt: skip
 """Settings that a resumed run may change: they touch neither the order of the data nor the maths (the drafter behind
 init_from is compared by content)."""
@@ -66,6 +68,8 @@ def train(config: RunConfig) -> Path:
     accelerator = make_accelerator(settings)
     damaged = damaged_shards(accelerator, config.store("train"), settings, folder)
     inputs = read_inputs(config, without=damaged)
+    if inputs.heldout is not None:
+        check_heldout(accelerator, config, inputs.heldout)
     head = inputs.target.require("head").load()
     norm, eps = inputs.target.require("final_norm").load(), inputs.target.rms_norm_eps
     teacher = check_teacher(inputs.train, head, norm, eps, settings.guard_threshold, accelerator.device)
@@ -129,11 +133,22 @@ def train(config: RunConfig) -> Path:
     return best
 
 
+def check_heldout(accelerator: Accelerator, config: RunConfig, reader: HarvestReader) -> None:
+    """What an evaluation in mid-run would stumble over: a shard that is not whole, or nothing to draft."""
+    whole = config.train.model_copy(update={"damaged_shards": "stop"})
+    damaged_shards(accelerator, config.store("heldout"), whole, config.training / "heldout")
+    plan_windows(reader, max(reader.lengths), config.evaluate.draft_steps, "aligned")
+
+
 def run_identity(config: RunConfig, inputs: Inputs, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that fixes the maths of a run and the order of its data, by dotted name; a checkpoint keeps it."""
     values = {
         "train": config.train.model_dump(mode="json", exclude=FREE_TO_CHANGE),
         "drafter": inputs.spec.model_dump(mode="json"),
+        "evaluate": {
+            "draft_steps": config.evaluate.draft_steps,
+            "store": None if inputs.heldout is None else sha256_json(inputs.heldout.manifest.model_dump(mode="json")),
+        },
         **{key: value for key, value in provenance.items() if key not in ("tool_version", "target_path")},
     }
     flat: dict[str, Any] = {}
