@@ -56,6 +56,13 @@ class States:
                 "kv_transfer_config": connector,
             }
         )
+        scheduler = self._engine.llm_engine.vllm_config.scheduler_config
+        room = min(scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens or job["longest"])
+        if not scheduler.enable_chunked_prefill and room < job["longest"]:
+            raise RuntimeError(  # it would wait for room for ever
+                f"vLLM computes this target's texts whole, and the longest, of {job['longest']} tokens, does not fit into a "
+                f"batch of {room}: set harvest.batch_tokens to {job['longest']} or more"
+            )
 
     def compute(self, rows: list[list[int]]) -> dict[str, list]:
         """A file for each sequence, and the token that the engine writes after it."""

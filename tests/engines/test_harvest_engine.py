@@ -1,8 +1,13 @@
-"""Harvest from a target that vLLM holds, beside the harvest of transformers: the same rows of the same tokens."""
+"""Harvest from a target that vLLM holds, beside the harvest of transformers: the same rows of the same tokens.
+
+Two targets, an engine start each: a Llama whose longest text is computed in pieces, and Kimi-K2.5 in miniature, which vLLM
+runs through its own class with latent attention and experts.
+"""
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +20,34 @@ from draftsmith.configs.target import read_target
 from draftsmith.data.conversations import Conversation, write_conversations
 from draftsmith.data.harvest import harvest
 from draftsmith.data.store import HarvestReader, read_manifest
-from draftsmith.data.target_model import target_mark
+from draftsmith.data.target_model import load_target, target_mark
+from tests.kimi_mini import make_kimi_mini
 from tests.tiny_target import make_tiny_target
 
 pytestmark = pytest.mark.engine
-TAPS = (2, 4, 5)
 LENGTHS = (700, 3, 41, 41, 300, 120)
-"""The first is computed in pieces by both: vLLM's batches hold 256 tokens."""
+MAKERS = {"llama": make_tiny_target, "kimi": make_kimi_mini}
+TAPS = {"llama": (2, 4, 5), "kimi": (2, 30, 58)}
+HARVEST: dict[str, dict[str, Any]] = {
+    "llama": {"batch_tokens": 256},
+    "kimi": {"batch_tokens": 1024, "engine_options": {"limit_mm_per_prompt": {"image": 0, "vision_chunk": 0}}},
+}
+"""vLLM on a CPU computes texts whole where attention is latent."""
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_target(tmp_path_factory.mktemp("target") / "tiny")
-
-
-def configure(folder: Path, target: Path, name: str, **section: Any) -> RunConfig:
+def configure(folder: Path, target: Path, kind: str, backend: str) -> RunConfig:
     values = {
-        "name": name, "runs": str(folder / "runs"), "target": {"path": str(target), "taps": TAPS},
-        "prompts": {"train": str(folder / "none.jsonl")}, "harvest": {"batch_tokens": 256, "shard_tokens": 600, **section},
+        "name": backend, "runs": str(folder / "runs"), "target": {"path": str(target)},
+        "prompts": {"train": str(folder / "none.jsonl")},
+        "harvest": {"shard_tokens": 600, "backend": backend, **HARVEST[kind]},
     }  # fmt: skip
-    (folder / f"{name}.yaml").write_text(json.dumps(values))
-    config = load_config(folder / f"{name}.yaml")
+    (folder / f"{backend}.yaml").write_text(json.dumps(values))
+    config = load_config(folder / f"{backend}.yaml")
     generator = torch.Generator().manual_seed(1)
-    shared = torch.randint(3, 400, (20,), generator=generator).tolist()  # what a prefix cache would answer from
-    conversations = []
+    shared = torch.randint(3, 390, (20,), generator=generator).tolist()  # what a prefix cache would answer from
+    mark, conversations = target_mark(read_target(target)), []
     for number, length in enumerate(LENGTHS):
-        ids = (shared + torch.randint(3, 400, (length,), generator=generator).tolist())[:length]
+        ids = (shared + torch.randint(3, 390, (length,), generator=generator).tolist())[:length]
         conversations.append(
             Conversation(
                 id=f"c{number}",
@@ -51,7 +58,7 @@ def configure(folder: Path, target: Path, name: str, **section: Any) -> RunConfi
                 finish=("stop",),
                 mean_logprob=-1.0,
                 greedy=False,
-                target=target_mark(read_target(target)),
+                target=mark,
             )
         )
     write_conversations(config.conversations("train"), conversations)
@@ -59,43 +66,60 @@ def configure(folder: Path, target: Path, name: str, **section: Any) -> RunConfi
 
 
 @pytest.fixture(scope="module")
-def stores(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[HarvestReader, HarvestReader]:
-    """The store of transformers, and that of one start of vLLM."""
-    folder = tmp_path_factory.mktemp("stores")
-    return tuple(HarvestReader(harvest(configure(folder, target, name, backend=name), "train")) for name in ("transformers", "vllm"))  # type: ignore[return-value]  # fmt: skip
+def harvested(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of each target the store of transformers, and that of one start of vLLM; the two engines start side by side."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, make in MAKERS.items():
+        folder = tmp_path_factory.mktemp(kind)
+        target = make(folder / "target")
+        config = configure(folder, target, kind, "vllm")
+        own = HarvestReader(harvest(configure(folder, target, kind, "transformers"), "train"))
+        found[kind] = {"kind": kind, "target": target, "config": config, "transformers": own}
+    with ThreadPoolExecutor(len(found)) as pool:
+        stores = list(pool.map(lambda one: harvest(one["config"], "train"), found.values()))
+    for one, store in zip(found.values(), stores, strict=True):
+        one["vllm"] = HarvestReader(store)
+    return found
 
 
-def test_every_row_is_the_one_that_transformers_computes(stores: tuple[HarvestReader, HarvestReader]) -> None:
-    own, served = stores
-    assert served.ids == own.ids and served.manifest.taps == TAPS
+@pytest.fixture(params=list(MAKERS))
+def stores(request: pytest.FixtureRequest, harvested: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return harvested[request.param]
+
+
+def test_every_row_is_the_one_that_transformers_computes(stores: dict[str, Any]) -> None:
+    own, served = stores["transformers"], stores["vllm"]
+    assert served.ids == own.ids and served.manifest.taps == TAPS[stores["kind"]]
+    rows = apart = equal = same = 0
     for ours, theirs in zip(own, served, strict=True):
         assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.generated, theirs.generated)
-        assert ours.taps.shape == theirs.taps.shape == (len(ours.input_ids), 3, 64)
-        # float32 on both sides, stored as bfloat16: rounding may fall to the other side, nothing else differs
-        for one, other in ((ours.taps, theirs.taps), (ours.final, theirs.final)):
-            torch.testing.assert_close(other.float(), one.float(), rtol=2**-7, atol=1e-4)
-            assert float((one == other).float().mean()) > 0.99
-        assert float((ours.argmax == theirs.argmax).float().mean()) > 0.99
+        assert ours.taps.shape == theirs.taps.shape and len(ours.taps) == len(ours.input_ids)
+        one, other = (torch.cat([item.taps, item.final[:, None]], dim=1) for item in (ours, theirs))
+        # float32 on both sides, stored as bfloat16: rounding may fall to the other side, by 0.4 % of a value
+        errors = (other.float() - one.float()).norm(dim=-1) / one.float().norm(dim=-1)
+        rows, apart = rows + len(errors), apart + int((errors > 0.01).any(dim=1).sum())
+        equal, same = equal + int((one == other).sum()), same + one.numel()
+        assert float((ours.argmax == theirs.argmax).float().mean()) > 0.98
+    print(f"{apart} of {rows} rows apart, {equal / same:.2%} of the values the same bits")
+    assert equal / same > 0.98
+    # where two experts are rated alike to the last bits, the other one may be chosen; nothing else is left to chance
+    assert apart <= (0.005 * rows if stores["kind"] == "kimi" else 0), f"{apart} of {rows} rows"
 
 
-def test_the_tap_is_told_apart_from_its_neighbours(stores: tuple[HarvestReader, HarvestReader], target: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target)
-    item = stores[1][2]
+def test_the_tap_is_told_apart_from_its_neighbours(stores: dict[str, Any]) -> None:
+    config = stores["config"]
+    target, item = load_target(config.target, "float32"), stores["vllm"][2]
     with torch.no_grad():
-        states = model(item.input_ids[None].long(), output_hidden_states=True).hidden_states
-    for place, tap in enumerate(TAPS):
+        states = target.model(input_ids=item.input_ids[None].long(), output_hidden_states=True).hidden_states
+    for place, tap in enumerate(TAPS[stores["kind"]]):
         errors = [float((item.taps[:, place].float() - states[k][0]).norm()) for k in (tap - 1, tap, tap + 1)]
-        assert 20 * errors[1] < min(errors[0], errors[2])
+        assert 5 * errors[1] < min(errors[0], errors[2])
 
 
-def test_the_store_says_who_computed_it_and_is_not_continued_by_another(
-    stores: tuple[HarvestReader, HarvestReader], target: Path, tmp_path: Path
-) -> None:
-    own, served = stores
+def test_the_store_says_who_computed_it_and_is_not_continued_by_another(stores: dict[str, Any]) -> None:
+    own, served = stores["transformers"], stores["vllm"]
     assert (own.manifest.computed_by, served.manifest.computed_by) == ("transformers", "vllm")
     assert read_manifest(served.path).complete
-    config = load_config(served.path.parents[3] / "vllm.yaml", ["harvest.backend=transformers"])
-    with pytest.raises(DraftsmithError, match="vllm"):
-        harvest(config, "train")
+    file = stores["target"].parent / "vllm.yaml"
+    with pytest.raises(DraftsmithError, match="another harvest.backend|another computed_by"):  # noqa: RUF043
+        harvest(load_config(file, ["harvest.backend=transformers"]), "train")
