@@ -98,7 +98,8 @@ def test_no_process_survives_an_interrupt(tmp_path, number):
         "from tests.accept.test_local import serve\n"
         "serve(Path(sys.argv[1]), 'never ready', 60, 60)\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    root = str(Path(__file__).parents[2])  # `pytest` alone does not put it there
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path])}
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], cwd=tmp_path, env=environment, stderr=subprocess.PIPE
     )
