@@ -36,11 +36,11 @@ def stop_not_finite(figures: Figures, first: int, conversations: Callable[[int],
 
 
 def stop_diverged(rows: Sequence[dict[str, Any]], limit: float, batch: Sequence[str]) -> None:
-    """Compare the last logged losses with the lowest one.
+    """Compare the last logged losses with the lowest level that as many in a row held: one lucky batch sets no standard.
 
     Args:
         rows: of metrics.jsonl with a loss, in order.
-        limit: multiple of the lowest loss.
+        limit: multiple of that level.
         batch: ids of the conversations in the last step.
 
     Raises:
@@ -49,12 +49,13 @@ def stop_diverged(rows: Sequence[dict[str, Any]], limit: float, batch: Sequence[
     losses = [row["loss"] for row in rows]
     if len(losses) <= IN_A_ROW:
         return
-    lowest, last = min(losses[:-IN_A_ROW]), losses[-IN_A_ROW:]
+    before, last = losses[:-IN_A_ROW], losses[-IN_A_ROW:]
+    lowest = min(max(before[first : first + IN_A_ROW]) for first in range(max(1, len(before) - IN_A_ROW + 1)))
     if min(last) > limit * lowest:
         raise DraftsmithError(
             "training stopped: the loss diverges",
             where=f"steps {rows[-IN_A_ROW]['step']} to {rows[-1]['step']}; the last one's conversations {', '.join(batch)}",
             found=", ".join(f"{loss:.4g}" for loss in last),
-            expected=f"at most {limit:g} times the lowest logged loss, {lowest:.4g} (train.stop_above)",
+            expected=f"at most {limit:g} times the lowest level of {IN_A_ROW} logged losses, {lowest:.4g} (train.stop_above)",
             mend="lower train.learning_rate and start afresh under another name",
         )

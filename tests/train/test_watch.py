@@ -48,13 +48,19 @@ def test_the_first_bad_step_of_several_is_found():
 
 
 def test_a_loss_that_leaves_its_course_stops_the_run():
-    rows = [{"step": n, "loss": loss} for n, loss in enumerate([9.0, 5.0, 4.0, 13.0, 12.5, 14.0])]
+    losses = [9.0, 4.0, 3.0, 3.5, 13.0, 12.5, 14.0]  # three in a row held 4.0
+    rows = [{"step": n, "loss": loss} for n, loss in enumerate(losses)]
     with pytest.raises(DraftsmithError, match="diverges") as error:
         stop_diverged(rows, 3.0, ["a", "b"])
-    assert "steps 3 to 5" in str(error.value) and "conversations a, b" in str(error.value)
+    assert "steps 4 to 6" in str(error.value) and "conversations a, b" in str(error.value)
     stop_diverged(rows[:-1], 3.0, [])  # two in a row may be noise
     stop_diverged([*rows[:-1], {"step": 6, "loss": 11.9}], 3.0, [])
     stop_diverged(rows, 4.0, [])
+
+
+def test_one_lucky_batch_sets_no_standard():
+    rows = [{"step": n, "loss": loss} for n, loss in enumerate([9.8, 9.5, 9.6, 3.1, 9.7, 9.6, 9.8, 9.5])]
+    stop_diverged(rows, 3.0, [])
 
 
 def test_a_diverging_run_stops_before_it_saves(copy):
