@@ -6,10 +6,8 @@ The drafter is right; each test changes what its folder says, or holds, so that 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,19 +25,16 @@ from tests.accept import smollm2_run
 from tests.convert.conftest import edit_tensors
 
 pytestmark = pytest.mark.slow
-TARGET = Path(os.environ.get("DRAFTSMITH_TARGET", Path(__file__).parents[2] / ".cache" / "smollm2-135m"))
 FEW = 6
 """Conversations that are enough for faults that are not subtle."""
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory):
+def room(tmp_path_factory, target_folder):
     """Run, target, and every conversation's states."""
-    if not (TARGET / "config.json").is_file():
-        pytest.skip(f"no SmolLM2 in {TARGET}: python scripts/make_smollm2.py {TARGET}")
     torch.set_num_threads(1)
-    config = smollm2_run.make_run(tmp_path_factory.mktemp("smollm2"), TARGET)
-    return config, read_target(TARGET), smollm2_run.harvested(config)
+    config = smollm2_run.make_run(tmp_path_factory.mktemp("smollm2"), target_folder)
+    return config, read_target(target_folder), smollm2_run.harvested(config)
 
 
 @pytest.fixture

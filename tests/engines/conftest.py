@@ -6,7 +6,6 @@ Each engine is started twice in a session (with the drafter, and without); every
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,16 +39,6 @@ def run_script(name: str, *arguments: object, timeout: float = 900) -> subproces
 @pytest.fixture(scope="session")
 def script() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run_script
-
-
-@pytest.fixture(scope="session")
-def target_folder() -> Path:
-    """SmolLM2-135M-Instruct: $DRAFTSMITH_TARGET, or .cache/smollm2-135m, made when missing."""
-    folder = Path(os.environ.get("DRAFTSMITH_TARGET", REPOSITORY / ".cache" / "smollm2-135m"))
-    if not (folder / "config.json").is_file():
-        maker = REPOSITORY / "scripts" / "make_smollm2.py"
-        subprocess.run([sys.executable, str(maker), str(folder)], check=True)
-    return folder
 
 
 @dataclass(frozen=True)

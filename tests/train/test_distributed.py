@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,17 +99,14 @@ def test_no_configuration_is_without_a_test():
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
+def smollm2(tmp_path_factory, target_folder):
     """The preset's run on SmolLM2-135M-Instruct with a few short conversations, ready to train."""
-    target = Path(os.environ.get("DRAFTSMITH_TARGET", ROOT / ".cache" / "smollm2-135m"))
-    if not (target / "config.json").is_file():
-        subprocess.run([sys.executable, ROOT / "scripts" / "make_smollm2.py", target], check=True)
     folder = tmp_path_factory.mktemp("smollm2")
     for split in ("train", "heldout"):
         rows = [{"id": f"{split}-{n}", "turns": [f"Name {n + 2} {split} words."]} for n in range(6)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {
-        "name": "smol", "runs": str(folder / "runs"), "target": {"path": str(target)},
+        "name": "smol", "runs": str(folder / "runs"), "target": {"path": str(target_folder)},
         "prompts": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl"), "heldout_limit": 2},
         "synthesize": {"batch_size": 8, "max_new_tokens": 24},
     }  # fmt: skip
