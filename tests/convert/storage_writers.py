@@ -154,9 +154,10 @@ def dcp(rank: int, world: int, out: str) -> None:
 
 def state(out: str) -> None:
     """As a training script would: an Accelerator from the launcher, two steps, save_state."""
+    from draftsmith.configs.schema import TrainSection
     from draftsmith.train.launch import make_accelerator
 
-    accelerator = make_accelerator("float32")
+    accelerator = make_accelerator(TrainSection(precision="float32"))
     torch.manual_seed(0)
     net = Drafter()
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(groups(net), lr=1e-2))
