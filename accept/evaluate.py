@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.accept.report import write_evaluation
+from draftsmith.accept.report import interval_text, write_evaluation
 from draftsmith.accept.sampled import Sampled, SampledObserver
 from draftsmith.configs.console import closing, console, out, table
 from draftsmith.configs.errors import DraftsmithError
@@ -26,7 +26,7 @@ from draftsmith.convert.read import read_drafter
 from draftsmith.convert.tensors import read_array
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.store import HarvestReader
-from draftsmith.train.evaluate import CONTEXT_EDGES, Acceptance, Chains, Evaluation, Observer, replay, summarize
+from draftsmith.train.evaluate import CONTEXT_BUCKETS, Acceptance, Chains, Evaluation, Observer, replay, summarize
 from draftsmith.train.inputs import check_store
 
 DEPTHS = 8
@@ -162,13 +162,14 @@ def drafter_chains(
     reader: HarvestReader,
     config: RunConfig,
     observe: Observer | None = None,
+    *,
+    draft_steps: int | None = None,
+    quiet: bool = False,
 ) -> dict[int, Chains]:
-    """Load a drafter in float32 and replay the store's conversations with it at the configured depth."""
-    drafter = load_drafter(canonical, target).to(device())
-    settings = config.evaluate
-    return replay(
-        drafter, draft_targets(canonical), reader, settings.draft_steps, settings.batch_tokens, observe=observe
-    )
+    """Load a drafter in float32 and replay the store's conversations with it, at the configured depth unless told another."""
+    drafter, settings = load_drafter(canonical, target).to(device()), config.evaluate
+    steps = settings.draft_steps if draft_steps is None else draft_steps
+    return replay(drafter, draft_targets(canonical), reader, steps, settings.batch_tokens, observe=observe, quiet=quiet)
 
 
 def draft_targets(canonical: CanonicalDrafter) -> Tensor:
@@ -193,13 +194,7 @@ def categories_of(config: RunConfig, reader: HarvestReader) -> dict[int, str]:
 
 def context_buckets(by_context: dict[str, Any], context_length: int) -> dict[str, Any]:
     """Every bucket up to the target's limit in order, None where no chain started in it."""
-    edges = [edge for edge in CONTEXT_EDGES if edge < context_length]
-    names = [
-        f"{low}-{high}" if high else f"{low}+"
-        for low, high in zip(CONTEXT_EDGES, (*CONTEXT_EDGES[1:], None), strict=True)
-        if low in edges
-    ]
-    return {name: by_context.get(name) for name in names}
+    return {name: by_context.get(name) for low, _, name in CONTEXT_BUCKETS if low < context_length}
 
 
 def _show(measured: Measured) -> None:
@@ -213,7 +208,7 @@ def _show(measured: Measured) -> None:
             f"{name} ({value.chains:,})",
             *(f"{share:.3f}" for share in value.accept_per_position),
             f"{value.accept_length:.3f}",
-            _range(value.interval),
+            interval_text(value.interval),
         ]
         for name, value in lines
     ]
@@ -222,10 +217,10 @@ def _show(measured: Measured) -> None:
     out.print(table(title, columns, rows))
     rows = []
     for depth, served in measured.depths.items():
-        row = [str(depth), f"{served.accept_length:.3f}", _range(served.interval)]
+        row = [str(depth), f"{served.accept_length:.3f}", interval_text(served.interval)]
         row += [
             f"{served.accept_per_position[-1]:.3f}",
-            _range(served.position_intervals[-1] if served.position_intervals else None),
+            interval_text(served.position_intervals[-1] if served.position_intervals else None),
         ]
         for entry in measured.sampled:
             row += [f"{rule.accept_length[depth - 1]:.3f}" for rule in (entry.rejection, entry.target_only)]
@@ -245,7 +240,3 @@ def _show(measured: Measured) -> None:
         + (f"; no chain starts in context {', '.join(empty)}" if empty else ""),
         highlight=False,
     )
-
-
-def _range(interval: tuple[float, float] | None) -> str:
-    return f"{interval[0]:.3f} - {interval[1]:.3f}" if interval else "one conversation"

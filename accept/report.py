@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def add_evaluation(page: Page, content: Mapping[str, Any], png: Path) -> Page:
         row = [
             depth,
             f"{entry['accept_length']:.3f}",
-            _range(entry["interval"]),
+            interval_text(entry["interval"]),
             f"{entry['accept_per_position'][-1]:.3f}",
         ]
         for one in content["sampled"]:
@@ -67,7 +67,7 @@ def add_evaluation(page: Page, content: Mapping[str, Any], png: Path) -> Page:
     page.table(
         ["part", "verify steps", "conversations", f"accept_length@{steps}", "95 % interval"],
         [
-            [name, f"{v['chains']:,}", v["conversations"], f"{v['accept_length']:.3f}", _range(v["interval"])]
+            [name, f"{v['chains']:,}", v["conversations"], f"{v['accept_length']:.3f}", interval_text(v["interval"])]
             for name, v in parts.items()
         ],
     )
@@ -250,5 +250,6 @@ def _between(interval: list[float] | None) -> str:
     return f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
 
 
-def _range(interval: list[float] | None) -> str:
+def interval_text(interval: Sequence[float] | None) -> str:
+    """A 95 % interval as tables show it."""
     return f"{interval[0]:.3f} - {interval[1]:.3f}" if interval else "one conversation"

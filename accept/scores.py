@@ -52,11 +52,6 @@ class Score:
         return float(self.nats.sum() / max(1, self.drafts.sum()))
 
     @property
-    def by_step(self) -> list[float]:
-        """Nats a draft at each step."""
-        return (self.nats.sum(0) / np.maximum(1, self.drafts.sum(0))).tolist()
-
-    @property
     def acc(self) -> list[float]:
         """Share of right drafts at each step."""
         return (self.right.sum(0) / np.maximum(1, self.drafts.sum(0))).tolist()

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from draftsmith.accept.compare import Comparison, compare, predicted_steps
-from draftsmith.accept.evaluate import device, draft_targets
+from draftsmith.accept.evaluate import drafter_chains
 from draftsmith.accept.local import serve_locally
 from draftsmith.accept.remote import serve_remotely
 from draftsmith.accept.report import write_served
@@ -23,12 +23,10 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json, write_json
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import Target, read_target
-from draftsmith.convert.engine_forward import load_drafter
 from draftsmith.convert.engine_loader import TITLES, Engine
 from draftsmith.convert.read import read_drafter
 from draftsmith.convert.verify import verify
 from draftsmith.data.store import HarvestReader
-from draftsmith.train.evaluate import replay
 from draftsmith.train.inputs import check_store
 
 PROBED = 24
@@ -111,10 +109,7 @@ def serve_check(
             engine, target=target.path, drafter=folder, prompts=prompts, out=result_file.with_suffix(".served.json"),
             steps=depth, python=python, start_limit=start_limit, limit=limit, max_running=max_running,
         )  # fmt: skip
-    chains = replay(
-        load_drafter(canonical, target).to(device()), draft_targets(canonical), reader, depth, config.evaluate.batch_tokens,
-        quiet=True,
-    )  # fmt: skip
+    chains = drafter_chains(canonical, target, reader, config, draft_steps=depth, quiet=True)
     predicted = predicted_steps(chains, {name: n for n, name in enumerate(reader.ids)}, requests, depth)
     comparison = compare(predicted, requests, result["spec"], depth)
     found = conclude(engine, folder, result, comparison, requests)

@@ -20,15 +20,13 @@ from draftsmith.convert.verify import verify
 from draftsmith.convert.write import convert
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.conversations import Conversation, read_conversations
-from draftsmith.data.harvest import harvest
 from draftsmith.data.prompt_rows import Prompt, read_row
 from draftsmith.data.store import HarvestReader
-from draftsmith.data.synthesize import synthesize
 from draftsmith.data.target_model import configured_stop_ids
 from draftsmith.data.threads import Thread
-from draftsmith.data.vocab import build_vocab
 from draftsmith.train.trainer import train
 from tests.kimi_mini import MARKUP, SPECIAL, make_kimi_mini
+from tests.preparing import make_ready
 
 END = SPECIAL["<|im_end|>"]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -70,13 +68,7 @@ def run(kimi: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         "train": {"unroll_steps": 3, "epochs": 3, "batch_tokens": 64, "max_length": 256, "evaluate_every": 100},
     }  # fmt: skip
     (folder / "run.yaml").write_text(json.dumps(values))
-    config = load_config(folder / "run.yaml")
-    for split in ("train", "heldout"):
-        synthesize(config, split)
-    build_vocab(config)
-    for split in ("train", "heldout"):
-        harvest(config, split)
-    return config
+    return make_ready(load_config(folder / "run.yaml"))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -40,21 +41,12 @@ class Segments:
     @cached_property
     def lengths(self) -> list[int]:
         """Rows of each segment."""
-        return [last - first for first, last in zip(self.key_bounds, self.key_bounds[1:], strict=False)]
+        return [last - first for first, last in pairwise(self.key_bounds)]
 
     @property
     def dense(self) -> bool:
         """Whether every key row has its query."""
         return self.query_bounds == self.key_bounds
-
-    def to(self, device: torch.device) -> Segments:
-        """Copy to `device`."""
-        return Segments(
-            self.key_bounds,
-            self.query_bounds,
-            self.rows.to(device, non_blocking=True),
-            self.bounds.to(device, non_blocking=True),
-        )
 
 
 class Keys:

@@ -6,8 +6,9 @@ t+1+i, and has the label x[t+2+i].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -92,23 +93,23 @@ class Batch:
         """Copy every tensor to `device`."""
         if self.taps.device == device:
             return self
+        moved: Batch = each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
+        return moved
 
-        def move(value: Tensor) -> Tensor:
-            return value.to(device, non_blocking=True)
 
-        return Batch(
-            move(self.taps),
-            move(self.final),
-            move(self.fed),
-            move(self.queries),
-            self.segments.to(device),
-            [
-                StepRows(move(step.slots), move(step.positions), move(step.active), move(step.labels))
-                for step in self.steps
-            ],
-            self.lessons.to(device),
-            None if self.table is None else move(self.table),
+def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Rebuild nested dataclasses, lists and tuples with `change` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        if value and not isinstance(value[0], (Tensor, list, tuple)) and not is_dataclass(value[0]):
+            return value
+        return type(value)(each_tensor(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{field.name: each_tensor(getattr(value, field.name), change) for field in fields(value)}
         )
+    return value
 
 
 def supervised(generated: np.ndarray, turn: np.ndarray, step: int, rule: MaskRule = "aligned") -> np.ndarray:

@@ -28,6 +28,12 @@ from draftsmith.train.unroll import unroll_steps
 CONTEXT_EDGES = (0, 1024, 4096, 16384, 65536, 262144)
 """Edges of the context-length buckets, in tokens before the chain's start."""
 
+CONTEXT_BUCKETS = tuple(
+    (low, high, f"{low}-{high}" if high else f"{low}+")
+    for low, high in zip(CONTEXT_EDGES, (*CONTEXT_EDGES[1:], None), strict=True)
+)
+"""(lowest, end or None, name) of each."""
+
 HEAD_ROWS = 1024
 """Rows whose logits exist at one time."""
 
@@ -169,7 +175,7 @@ def summarize(chains: dict[int, Chains], draft_steps: int, categories: dict[int,
     everything = {number: chain.accepted for number, chain in chains.items()}
     on_walk = {number: chains[number].accepted[steps] for number, steps in walked.items()}
     by_context: dict[str, Acceptance] = {}
-    for low, high in zip(CONTEXT_EDGES, (*CONTEXT_EDGES[1:], None), strict=True):
+    for low, high, label in CONTEXT_BUCKETS:
         part = {}
         for number, steps in walked.items():
             starts = chains[number].starts[steps]
@@ -177,7 +183,7 @@ def summarize(chains: dict[int, Chains], draft_steps: int, categories: dict[int,
             if len(chosen):
                 part[number] = chosen
         if part:
-            by_context[f"{low}-{high}" if high else f"{low}+"] = _acceptance(part, draft_steps)
+            by_context[label] = _acceptance(part, draft_steps)
     by_category: dict[str, Acceptance] = {}
     for name in sorted(set((categories or {}).values())):
         members = {number: on_walk[number] for number in on_walk if (categories or {}).get(number) == name}

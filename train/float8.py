@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST = 448.0
+from draftsmith.data.codec import E4M3_MAX
+
 TINY = 1e-12
 
 
@@ -30,7 +31,7 @@ def rows(x: Tensor) -> Scaled:
         from draftsmith.train import kernels
 
         return Scaled(*kernels.by_row(x))
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=TINY) / LARGEST
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=TINY) / E4M3_MAX
     return Scaled((x.float() / scale).to(torch.float8_e4m3fn), scale)
 
 
@@ -41,7 +42,7 @@ def columns(x: Tensor) -> Scaled:
         from draftsmith.train import kernels
 
         return Scaled(*kernels.by_column(x, padded))
-    scale = x.float().abs().amax(0).clamp(min=TINY) / LARGEST
+    scale = x.float().abs().amax(0).clamp(min=TINY) / E4M3_MAX
     values = torch.nn.functional.pad((x.float() / scale).t(), (0, padded - len(x)))
     return Scaled(values.to(torch.float8_e4m3fn), scale[:, None])
 

@@ -11,6 +11,8 @@ import torch
 
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.train.batch import MaskRule, Window, supervised
+from draftsmith.train.mla import LatentAttention
+from draftsmith.train.model import Attention
 
 DENSE_BF16 = {
     "B200": 2250e12, "B100": 1750e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
@@ -21,7 +23,7 @@ DENSE_BF16 = {
 KEY_ROWS = ("k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """Projections that step 0 computes for every packed row and not for drafting rows only."""
 
-JOINED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+JOINED = (*Attention.reads_input, *LatentAttention.reads_input)
 """Projections whose left half multiplies embeddings, once for each token that is fed."""
 
 

@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = tl.constexpr(448.0)
-TINY = tl.constexpr(1e-12)
+from draftsmith.data.codec import E4M3_MAX
+from draftsmith.train import float8
+
+LARGEST = tl.constexpr(E4M3_MAX)
+TINY = tl.constexpr(float8.TINY)
 
 
 @triton.jit
@@ -78,7 +81,7 @@ def by_column(x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
     _by_column[(triton.cdiv(padded, 128), triton.cdiv(columns, 64))](
         x, peaks, values, rows, columns, padded, x.stride(0), ROWS=128, COLUMNS=64, num_warps=4
     )
-    return values, (peaks.clamp(min=1e-12) / 448.0)[:, None]
+    return values, (peaks.clamp(min=float8.TINY) / E4M3_MAX)[:, None]
 
 
 @triton.jit

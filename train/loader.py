@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.schema import TrainSection
 from draftsmith.data.store import HarvestReader
-from draftsmith.train.batch import Batch, pack
+from draftsmith.train.batch import Batch, each_tensor, pack
 from draftsmith.train.flops import step_flops
 from draftsmith.train.plan import WindowRef, deal, epoch_batches, load_window, step_counts
 
@@ -124,20 +123,6 @@ class Loader:
         batch = pack(windows, steps, rule, self.embedding)
         flops = step_flops(self.spec, windows, steps, rule)
         return each_tensor(batch, Tensor.pin_memory) if self.pin else batch, flops
-
-
-def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Rebuild nested dataclasses, lists and tuples with `change` applied to every tensor."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        if value and not isinstance(value[0], (Tensor, list, tuple)) and not dataclasses.is_dataclass(value[0]):
-            return value
-        return type(value)(each_tensor(item, change) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: each_tensor(item, change) for name, item in fields.items()})
-    return value
 
 
 def same_everywhere(accelerator: Any, value: int) -> bool:

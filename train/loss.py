@@ -38,13 +38,6 @@ class Lessons:
     place: Tensor
     bounds: list[int]
 
-    def to(self, device: torch.device) -> Lessons:
-        """Copy to `device`."""
-        order, taught, place = (
-            tensor.to(device, non_blocking=True) for tensor in (self.order, self.taught, self.place)
-        )
-        return Lessons(order, taught, place, self.bounds)
-
 
 def arrange(teachers: list[Tensor]) -> Lessons:
     """Lessons from the teaching rows of each step, int64 (n_i,) on the host."""

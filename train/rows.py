@@ -145,7 +145,7 @@ def merge_keys(
     scores = [total, *(_own_score(query, key, scale) for key in keys[:count])]
     grown = torch.logsumexp(torch.stack(scores), 0)
     result = wide(mixed) * (total - grown).exp()[..., None]
-    for score, value in zip(scores[1:], values, strict=False):
+    for score, value in zip(scores[1:], values[:count], strict=True):
         result = result + _spread(value, query) * (score - grown).exp()[..., None]
     return result.to(mixed.dtype), grown
 

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from draftsmith.train.masters import MasterAdamW
 from draftsmith.train.model import Drafter
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -87,9 +88,9 @@ def whole_drafter(accelerator: Accelerator, model: Any) -> Iterator[Drafter]:
 
 
 def _masters(optimizer: Any) -> dict[Any, Any]:
-    """Parameter -> its float32 master, for an optimiser that keeps `weights` in 16 bits and `masters` beside them."""
+    """Parameter -> its float32 master, where the optimiser keeps them beside 16-bit weights."""
     inner = optimizer.optimizer
-    return dict(zip(getattr(inner, "weights", ()), getattr(inner, "masters", ()), strict=True))
+    return dict(zip(inner.weights, inner.masters, strict=True)) if isinstance(inner, MasterAdamW) else {}
 
 
 def _gather(accelerator: Accelerator, model: Any, read: Any, *, trained: bool = False) -> dict[str, Tensor]:

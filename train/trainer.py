@@ -44,6 +44,9 @@ from draftsmith.train.tracking import Tracker
 from draftsmith.train.unroll import Unroll
 from draftsmith.train.watch import stop_diverged, stop_not_finite
 
+HELDOUT = "heldout"
+"""Folder in a run's training folder for the record of held-out shards."""
+
 FREE_TO_CHANGE = {
     "accumulation", "log_with", "log_every", "save_every", "evaluate_every", "keep_checkpoints", "guard_threshold", "init_from",
     "prefetch", "recompute", "check_shards", "damaged_shards", "stop_above",
@@ -116,6 +119,8 @@ def train(config: RunConfig) -> Path:
             if not config.vocab_file.is_file():  # the drafter's own, which training goes on with
                 inputs.vocab.save(config.vocab_file)
             remember_shards(config.store("train"), settings, folder, damaged)
+            if inputs.heldout is not None:
+                remember_shards(config.store("heldout"), settings, folder / HELDOUT, {})
             truncate_metrics(folder / "metrics.jsonl", first)
             saving.mark_best_again(folder)
             _announce(inputs, loader, accelerator, settings.batch_tokens, teacher, first, dtype)
@@ -136,7 +141,7 @@ def train(config: RunConfig) -> Path:
 def check_heldout(accelerator: Accelerator, config: RunConfig, reader: HarvestReader) -> None:
     """What an evaluation in mid-run would stumble over: a shard that is not whole, or nothing to draft."""
     whole = config.train.model_copy(update={"damaged_shards": "stop"})
-    damaged_shards(accelerator, config.store("heldout"), whole, config.training / "heldout")
+    damaged_shards(accelerator, config.store("heldout"), whole, config.training / HELDOUT)
     plan_windows(reader, max(reader.lengths), config.evaluate.draft_steps, "aligned")
 
 

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.configs.schema import load_config
-from draftsmith.data.harvest import harvest
-from draftsmith.data.synthesize import synthesize
-from draftsmith.data.vocab import build_vocab
+from tests.preparing import make_ready
 
 _spec = importlib.util.spec_from_file_location("tiny_target", Path(__file__).parents[1] / "tiny_target.py")
 tiny_target = importlib.util.module_from_spec(_spec)
@@ -55,12 +53,7 @@ def prepared(tmp_path_factory):
     }  # fmt: skip
     file = folder / "run.yaml"
     file.write_text(json.dumps(values))
-    config = load_config(file)
-    for split in ("train", "heldout"):
-        synthesize(config, split)
-    build_vocab(config)
-    for split in ("train", "heldout"):
-        harvest(config, split)
+    make_ready(load_config(file))
     return file
 
 

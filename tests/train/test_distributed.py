@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from draftsmith.configs.schema import load_config
-from draftsmith.data.harvest import harvest
-from draftsmith.data.synthesize import synthesize
-from draftsmith.data.vocab import build_vocab
+from tests.preparing import make_ready
 from tests.train.launching import ROOT, final_tensors, losses, run, start
 
 CONFIGS = sorted((ROOT / "configs/accelerate").glob("*.yaml"))
@@ -115,12 +113,7 @@ def smollm2(tmp_path_factory, target_folder):
     for section in ("synthesize", "harvest", "vocab", "train"):
         values[section] = preset.get(section, {}) | values.get(section, {})
     file.write_text(json.dumps(values))
-    config = load_config(file)
-    for split in ("train", "heldout"):
-        synthesize(config, split)
-    build_vocab(config)
-    for split in ("train", "heldout"):
-        harvest(config, split)
+    make_ready(load_config(file))
     return file
 
 

@@ -12,11 +12,11 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import load_config
 from draftsmith.data.store import HarvestReader, Provenance
 from draftsmith.data.store_writer import StoreWriter
-from draftsmith.train.batch import Window, pack, supervised
+from draftsmith.train.batch import Window, each_tensor, pack, supervised
 from draftsmith.train.flops import step_flops
 from draftsmith.train.initial import build_drafter
 from draftsmith.train.inputs import read_inputs
-from draftsmith.train.loader import Loader, each_tensor
+from draftsmith.train.loader import Loader
 from draftsmith.train.metrics import read_metrics
 from draftsmith.train.plan import load_window, plan_windows
 from draftsmith.train.trainer import train
