@@ -228,6 +228,10 @@ class TrainSection(Section):
     recompute: bool = Field(
         default=False, description="keep less for the backward pass: compute gate and up again there"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="on a GPU: kernels that add in one order only, so that a repeated or resumed run gives the same bits (slower)",
+    )
     seed: int = Field(default=0, ge=0, lt=2**32)
     prefetch: int = Field(default=2, gt=0, description="threads that read batches ahead, one step each")
     check_shards: Literal["hash", "header"] = Field(

@@ -130,9 +130,9 @@ class _Rows:
         if dead * COMPACT_SHARE >= len(self.alive):
             keep = torch.tensor([i for i, row in enumerate(self.alive.tolist()) if not self.finished[row]])
             self.alive = self.alive[keep]
+            self._cache.batch_select_indices(keep)  # of the CPU: layers may lie on several devices
             keep = keep.to(self._target.device)
             chosen, self._mask, self._position = chosen[keep], self._mask[keep], self._position[keep]
-            self._cache.batch_select_indices(keep)
         self._width += 1
         hidden = self._forward(chosen[:, None], self._mask[:, : self._width], self._position)
         self._position = self._position + 1

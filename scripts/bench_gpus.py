@@ -1,7 +1,7 @@
 """Several GPUs of one host: is DDP or ZeRO on n of them what one of them computes, how fast, in how much memory?
 
     python scripts/bench_gpus.py                              # Kimi-K2.5's drafter on all GPUs: DDP, ZeRO-1, -2, -3
-    python scripts/bench_gpus.py --back-ends ddp --kill       # and: one rank dies by SIGKILL, the launch is repeated
+    python scripts/bench_gpus.py --back-ends none --kill      # one rank dies by SIGKILL, the launch is repeated
     python scripts/bench_gpus.py --tiny --processes 2 --kill  # the same on a CPU (gloo), at toy sizes
 
 Makes a target (embedding, norm and head only), a store of random states whose tokens are the head's own choice, and a
@@ -47,7 +47,7 @@ SMALL = {"hidden": 1024, "intermediate": 2048, "heads": 16, "head_dim": 64, "voc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--back-ends", default="ddp,zero1,zero2,zero3")
+    parser.add_argument("--back-ends", default="ddp,zero1,zero2,zero3", help="of configs/accelerate, or none")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-tokens", type=int, default=16384, help="of one optimiser step over all processes")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each conversation")
@@ -62,9 +62,11 @@ def main() -> None:
     found: dict[str, Any] = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         sizes = TINY if options.tiny else KIMI
-        config = prepare(Path(folder) / "speed", sizes, options.conversations, options.length, options.batch_tokens)
         try:
-            found["speed"] = compare(options, config)
+            if options.back_ends != "none":
+                speed = Path(folder) / "speed"
+                config = prepare(speed, sizes, options.conversations, options.length, options.batch_tokens)
+                found["speed"] = compare(options, config)
             if options.kill:
                 config = prepare(Path(folder) / "kill", TINY if options.tiny else SMALL, 16, 512, 2048)
                 found["kill"] = kill(options, config)
@@ -267,7 +269,7 @@ def compare(options: argparse.Namespace, config: Path) -> list[dict[str, Any]]:
 
 def kill(options: argparse.Namespace, config: Path) -> dict[str, Any]:
     """kill -9 of the last rank in mid-run; how long until the launch ends, what it says, and where the re-run ends."""
-    overrides = ["train.epochs=10", "train.save_every=4", "train.keep_checkpoints=2"]
+    overrides = ["train.epochs=10", "train.save_every=4", "train.keep_checkpoints=2", "train.deterministic=true"]
     for name in ("whole", "killed"):
         own_folder(config, name)
     process = launch(config, "whole", "ddp", options.processes, *overrides)

@@ -31,6 +31,8 @@ def make_accelerator(settings: TrainSection) -> Accelerator:
     Without a GPU, DeepSpeed needs gloo named (accelerate leaves the back end open and then believes in one process),
     while DDP needs `cpu=True`.
     """
+    if settings.deterministic:
+        _one_order_only()
     launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     accumulation = settings.accumulation or (int(launched) if launched.isdigit() else 1)
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
@@ -96,6 +98,13 @@ def prepare(accelerator: Accelerator, unroll: nn.Module, dtype: torch.dtype, set
         optimizer = torch.optim.AdamW(trained, **options)
     model, prepared = accelerator.prepare(unroll, optimizer)
     return model, prepared
+
+
+def _one_order_only() -> None:
+    """Let torch choose kernels that give the same bits each time, and fail where it has none. A CPU's always do."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is made
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _no_compiled_communication() -> None:

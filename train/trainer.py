@@ -49,7 +49,7 @@ HELDOUT = "heldout"
 
 FREE_TO_CHANGE = {
     "accumulation", "log_with", "log_every", "save_every", "evaluate_every", "keep_checkpoints", "guard_threshold", "init_from",
-    "prefetch", "recompute", "check_shards", "damaged_shards", "stop_above",
+    "prefetch", "recompute", "check_shards", "damaged_shards", "stop_above", "deterministic",
 }  # fmt: skip
 """Settings that a resumed run may change: they touch neither the order of the data nor the maths (the drafter behind
 init_from is compared by content)."""
