@@ -6,12 +6,13 @@ is ready and when it has served. Each start has a time limit, and so has the who
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import draftsmith
 from draftsmith.accept.processes import running, tail
@@ -34,7 +35,8 @@ def serve_locally(
     start_limit: float,
     limit: float,
     max_running: int,
-    dtype: str = "float32",
+    device: Literal["cpu", "cuda"] = "cpu",
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Serve `prompts` twice, with the drafter and without, and return the script's result.
 
@@ -44,6 +46,9 @@ def serve_locally(
         python: the engine's interpreter or environment; default: see `find_python`.
         start_limit: seconds in which each engine must be ready.
         limit: seconds for everything.
+        device: on a CPU engines serve in float32, where greedy answers must be the same with and without the drafter; on a
+            GPU in bfloat16, where they need not.
+        options: the engine's own arguments, besides those that the script sets.
 
     Raises:
         DraftsmithError: no such engine here, it is never ready, it dies, it takes too long, or reports no counters.
@@ -66,7 +71,9 @@ def serve_locally(
     progress.unlink(missing_ok=True)
     script = Path(draftsmith.__file__).resolve().parent / "engines" / f"serve_{engine}.py"
     command = [str(interpreter), str(script), "--target", str(target.resolve()), "--drafter", str(drafter.resolve())]
-    command += ["--prompts", str(prompt_file), "--out", str(out), "--steps", str(steps), "--dtype", dtype]
+    command += ["--prompts", str(prompt_file), "--out", str(out), "--steps", str(steps)]
+    command += ["--device", device, "--dtype", "float32" if device == "cpu" else "bfloat16"]
+    command += ["--options", json.dumps(dict(options or {}))]
     command += ["--max-running", str(max_running), "--timeout", f"{limit:g}", "--compare"]
     said = out.with_suffix(".script.log")
     try:

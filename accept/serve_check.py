@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -71,6 +71,8 @@ def serve_check(
     start_limit: float = 300.0,
     limit: float = 1800.0,
     max_running: int = 24,
+    device: Literal["cpu", "cuda"] = "cpu",
+    options: Mapping[str, Any] | None = None,
     explain: bool = True,
     as_json: bool = False,
 ) -> ServeCheck:
@@ -83,6 +85,7 @@ def serve_check(
         url, plain_url: servers that run already, with the drafter and (if there is one) without.
         python: the engine's Python or environment, for a local run.
         start_limit, limit: seconds for an engine to be ready, and for everything.
+        device, options: of a local engine, and its own further arguments.
 
     Raises:
         DraftsmithError: the engine is not ready in time, dies, reports no counters; or the inputs do not fit together.
@@ -108,6 +111,7 @@ def serve_check(
         result = serve_locally(
             engine, target=target.path, drafter=folder, prompts=prompts, out=result_file.with_suffix(".served.json"),
             steps=depth, python=python, start_limit=start_limit, limit=limit, max_running=max_running,
+            device=device, options=options,
         )  # fmt: skip
     chains = drafter_chains(canonical, target, reader, config, draft_steps=depth, quiet=True)
     predicted = predicted_steps(chains, {name: n for n, name in enumerate(reader.ids)}, requests, depth)

@@ -109,6 +109,11 @@ class SynthesizeSection(Section):
     max_new_tokens: int = Field(default=512, gt=0, description="a turn longer than this is cut and marked `length`")
     max_prompt_tokens: int = Field(default=2048, gt=0, description="longer prompts are rejected and counted")
     temperature: float = Field(default=0.0, ge=0.0, description="0: greedy")
+    answers: int = Field(
+        default=1,
+        gt=0,
+        description="sampled answers to each training prompt; those after the first are named ID~2, ID~3",
+    )
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     seed: int = 0
     heldout_dtype: Literal["target", "bfloat16", "float16", "float32"] = Field(
@@ -117,9 +122,11 @@ class SynthesizeSection(Section):
     )
 
     @model_validator(mode="after")
-    def _servers_named(self) -> SynthesizeSection:
+    def _fits(self) -> SynthesizeSection:
         if self.backend == "openai" and not self.servers:
             raise ValueError("backend openai needs servers=[http://host:port/v1, ...]")
+        if self.answers > 1 and self.temperature == 0.0:
+            raise ValueError("greedy answers to one prompt are all the same: answers=1, or a temperature")
         return self
 
 

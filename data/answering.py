@@ -47,8 +47,8 @@ class Answerer:
             )
             for thread, answer in zip(asked, answers, strict=True):
                 thread.take(answer.ids, answer.logprob, answer.finish, self.chat)
-        greedy = self.sampler.temperature == 0.0
-        return [part for thread in batch for part in thread.close(greedy=greedy, mark=self.mark)]
+        temperature = self.sampler.temperature
+        return [part for thread in batch for part in thread.close(temperature=temperature, mark=self.mark)]
 
 
 def answers(config: RunConfig, dtype: str, batches: Iterable[Sequence[Thread]]) -> Iterator[list[Conversation]]:

@@ -58,8 +58,10 @@ class Conversation(BaseModel):
         default=None, description="index in `messages` of each span's answer; none: every assistant message in order"
     )
     mean_logprob: float | None = Field(
-        default=None, description="mean log-probability of the generated tokens, temperature 1, in nats"
+        default=None,
+        description="mean log-probability of the generated tokens, in nats, at temperature 1 or (some servers) at that of sampling",
     )
+    temperature: float = Field(default=1.0, gt=0.0, description="of sampling; without meaning for greedy answers")
     greedy: bool
     target: str = Field(description="hash of the target's fingerprint")
     prompt: str | None = Field(default=None, description="id of the prompt, where the conversation has several parts")

@@ -60,6 +60,8 @@ def stream_prompts(source: str, rejects: Rejects, limit: int | None = None) -> I
 def select_prompts(config: RunConfig, split: Split, rejects: Rejects | None = None) -> Iterator[Entry]:
     """The split's prompts, one at a time; those of training that also stand in held-out are dropped and counted.
 
+    A training prompt comes `synthesize.answers` times, each time under an id of its own.
+
     Args:
         rejects: takes what is left out; none: the file's bad rows are counted and forgotten.
 
@@ -82,6 +84,9 @@ def select_prompts(config: RunConfig, split: Split, rejects: Rejects | None = No
             dropped += 1
         else:
             yield entry
+            for number in range(2, config.synthesize.answers + 1):
+                again = entry.prompt.model_copy(update={"id": f"{entry.prompt.id}~{number}"})
+                yield Entry(entry.line, again)
     if dropped:
         warn(f"{dropped:,} training prompts also stand in the held-out set and were dropped")
 

@@ -73,7 +73,8 @@ class _Run:
         key = os.environ.get(section.api_key_env) or "none"
         pool = Pool(section.servers, key, section.timeout, section.patience)
         try:
-            self._pool, self._model = pool, section.model or await pool.first_model()
+            self._pool = pool
+            self._model = section.model or await pool.first_model()
             writer = asyncio.create_task(self._write())
             workers = [asyncio.create_task(self._work()) for _ in range(section.concurrency)]
             try:
@@ -122,7 +123,7 @@ class _Run:
                 self._unanswered[str(reason)] += 1
                 return []
             thread.take(reply.ids, reply.logprob, reply.finish, self._chat)
-        return thread.close(greedy=section.temperature == 0.0, mark=self._mark)
+        return thread.close(temperature=section.temperature, mark=self._mark)
 
     async def _ask(self, thread: Thread, turn: int) -> Reply:
         section, fault = self._config.synthesize, BadReplyError("never asked")

@@ -47,7 +47,7 @@ class Piece:
         generated = generated[:length]
         about = StoredConversation(
             id=conversation.id, length=length, generated=int(generated.sum()), greedy=conversation.greedy,
-            mean_logprob=conversation.mean_logprob,
+            mean_logprob=conversation.mean_logprob, temperature=conversation.temperature,
         )  # fmt: skip
         told = generated[1:].nonzero()[0] if probe or not conversation.greedy else np.zeros(0, dtype=np.int64)
         return cls(about, place, np.array(conversation.input_ids[:length], dtype=np.int32), generated, told)

@@ -55,7 +55,8 @@ class StoredConversation(BaseModel):
     length: int = Field(gt=0, description="tokens")
     generated: int = Field(ge=0, description="of which the target wrote so many")
     greedy: bool
-    mean_logprob: float | None = Field(default=None, description="at generation, temperature 1, in nats")
+    mean_logprob: float | None = Field(default=None, description="at generation, in nats")
+    temperature: float = Field(default=1.0, gt=0.0, description="of sampling; mean_logprob is at 1 or at this")
 
 
 class Shard(BaseModel):
@@ -130,6 +131,7 @@ class HarvestedConversation:
     argmax: torch.Tensor
     greedy: bool
     mean_logprob: float | None
+    temperature: float = 1.0
 
 
 def read_manifest(path: Path) -> StoreManifest:
@@ -230,6 +232,7 @@ class HarvestReader:
             argmax=tokens["argmax"].long(),
             greedy=conversation.greedy,
             mean_logprob=conversation.mean_logprob,
+            temperature=conversation.temperature,
         )
 
     def stored(

@@ -237,6 +237,7 @@ def describe(conversation: HarvestedConversation) -> StoredConversation:
         generated=int(conversation.generated.sum()),
         greedy=conversation.greedy,
         mean_logprob=conversation.mean_logprob,
+        temperature=conversation.temperature,
     )
 
 

@@ -39,8 +39,8 @@ WINDOW = 4096
 """Prompts that are sorted by length together, and so held in memory at once."""
 
 FREE = {"batch_size", "workers", "heldout_dtype", "max_prompt_tokens", "servers", "concurrency", "timeout", "retries",
-        "patience", "api_key_env", "cut"}  # fmt: skip
-"""Settings that may change between two runs into the same file: they change no answer."""
+        "patience", "api_key_env", "cut", "answers"}  # fmt: skip
+"""Settings that may change between two runs into the same file: they change no answer that is there."""
 
 
 def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None, dtype: str | None = None) -> Path:

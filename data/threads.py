@@ -80,8 +80,8 @@ class Thread:
         part.messages = len(self.messages)
         self.answered += 1
 
-    def close(self, *, greedy: bool, mark: str) -> list[Conversation]:
-        """The conversation's parts. A prompt that was put and not answered is left off."""
+    def close(self, *, temperature: float, mark: str) -> list[Conversation]:
+        """The conversation's parts. A prompt that was put and not answered is left off. `temperature` 0: greedy."""
         parts = [part for part in self.parts if part.spans]
         return [
             Conversation(
@@ -96,7 +96,8 @@ class Thread:
                 mean_logprob=None
                 if part.logprob is None
                 else part.logprob / sum(end - start for start, end in part.spans),
-                greedy=greedy,
+                greedy=temperature == 0.0,
+                temperature=temperature or 1.0,
                 target=mark,
                 prompt=self.prompt.id if len(parts) > 1 else None,
                 parts=len(parts),

@@ -87,7 +87,7 @@ def play(chat: ChatFormat, prompt: Prompt, answers: list[list[int]]) -> list[Con
     for turn, answer in enumerate(answers):
         assert thread.ask(turn, chat, SynthesizeSection(), 4096)
         thread.take(answer, -1.0, "stop", chat)
-    return thread.close(greedy=True, mark="m")
+    return thread.close(temperature=0.0, mark="m")
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:

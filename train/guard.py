@@ -1,7 +1,8 @@
 """The teacher guard: before any training, the stored final states must reproduce the target's own text.
 
 On greedy text argmax(lm_head(N[t])) must equal x[t+1] for nearly every generated position; on sampled text the mean
-log-probability of x[t+1] must match what was recorded at generation. A wrong last layer, a missing or doubled norm, a
+log-probability of x[t+1] must match what was recorded at generation, which servers record at temperature 1 (vLLM) or at
+that of sampling (SGLang, unless told otherwise): the reading that fits the whole sample counts. A wrong last layer, a missing or doubled norm, a
 shift or a truncated file all fail, and the guard tries the likely causes to name the one that fits.
 """
 
@@ -50,18 +51,21 @@ def check_teacher(
     """
     sample, head = _sample(reader), head.to(device or head.device).float()
     hits = positions = 0
-    gap_sum = sampled = 0.0
+    gap_sums, sampled = torch.zeros(2, dtype=torch.float64), 0
     for conversation in sample:
         rows = _rows(conversation)
         if conversation.greedy:
             hits += int((_choose(conversation.final[rows], head) == conversation.input_ids[rows + 1]).sum())
             positions += len(rows)
         elif conversation.mean_logprob is not None:
-            measured = _logprob(conversation.final[rows], head, conversation.input_ids[rows + 1])
-            gap_sum += abs(measured - conversation.mean_logprob) * len(rows)
+            measured = [
+                _logprob(conversation.final[rows], head, conversation.input_ids[rows + 1], temperature)
+                for temperature in (1.0, conversation.temperature)
+            ]
+            gap_sums += (torch.tensor(measured) - conversation.mean_logprob).abs() * len(rows)
             sampled += len(rows)
     agreement = hits / positions if positions else None
-    gap = gap_sum / sampled if sampled else None
+    gap = float(gap_sums.min()) / sampled if sampled else None
     if agreement is None and gap is None:
         raise DraftsmithError(
             "the teacher cannot be checked: no conversation is greedy and none has a recorded log-probability",
@@ -80,11 +84,11 @@ def check_teacher(
         raise DraftsmithError(
             "the teacher guard stops this run: the stored final states give sampled tokens another log-probability than generation recorded",
             where=reader.path,
-            found=f"mean gap {gap:.3f} nats over {int(sampled):,} positions",
+            found=f"mean gap {gap:.3f} nats over {sampled:,} positions",
             expected=f"at most {LOGPROB_TOLERANCE}",
             mend=_cause(sample, head, norm, eps, threshold),
         )
-    return TeacherReport(agreement, positions, gap, int(sampled))
+    return TeacherReport(agreement, positions, gap, sampled)
 
 
 def _sample(reader: HarvestReader) -> list[HarvestedConversation]:
@@ -110,9 +114,12 @@ def _choose(final: Tensor, head: Tensor) -> Tensor:
     return torch.cat(parts) if len(final) else torch.empty(0)
 
 
-def _logprob(final: Tensor, head: Tensor, ids: Tensor) -> float:
+def _logprob(final: Tensor, head: Tensor, ids: Tensor, temperature: float) -> float:
+    """Mean log-probability of `ids` after the rows of `final`."""
     parts = [
-        torch.log_softmax(part.to(head.device).float() @ head.t(), -1).gather(1, chosen[:, None].to(head.device))
+        torch.log_softmax(part.to(head.device).float() @ head.t() / temperature, -1).gather(
+            1, chosen[:, None].to(head.device)
+        )
         for part, chosen in zip(final.split(512), ids.split(512), strict=True)
     ]
     return float(torch.cat(parts).mean())

@@ -4,6 +4,7 @@ Imports the standard library only: it runs under an engine's own Python, where d
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +44,8 @@ class Job:
     context_length: int
     compare: bool
     timeout: float
+    device: str
+    options: dict[str, Any]
 
     @property
     def log(self) -> Path:
@@ -62,10 +66,30 @@ class Job:
 Serve = Callable[[Job, Path | None], Served]  # (job, drafter or None for the plain engine)
 
 
+def asked_for_gpu() -> bool:
+    """Whether the command line says --device cuda: needed before anything is imported."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", default="cpu")
+    return parser.parse_known_args()[0].device == "cuda"
+
+
+def installed(*packages: str) -> str:
+    """Version of the first of these packages that is here."""
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    raise PackageNotFoundError(packages[0])
+
+
 def run_with(**environment: str) -> None:
-    """Start this process anew under an environment that Python and engines read as they start, unless it has it."""
-    wanted = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", **environment}
-    wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    """Start this process anew under an environment that Python and engines read as they start, unless it has it.
+
+    `environment` is what the engine needs on a CPU; on a GPU the engine's own Python needs no help of ours.
+    """
+    wanted = {"HF_HUB_OFFLINE": "1"}
+    if not asked_for_gpu():
+        wanted |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", **environment}
+        wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.environ.update(wanted)
         os.execv(sys.executable, [sys.executable, "-W", "ignore", *sys.argv])
@@ -96,6 +120,8 @@ def parse_job(engine: str) -> Job:
     parser.add_argument("--context-length", type=int, help="default: the longest prompt + new tokens, and some slack")
     parser.add_argument("--compare", action="store_true", help="serve again without the drafter and compare the tokens")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for everything (default 900)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
+    parser.add_argument("--options", default="{}", help='JSON object of the engine\'s own arguments: {"tp_size": 8}')
     arguments = parser.parse_args()
 
     if "SGLANG_SIMULATE_ACC_LEN" in os.environ:
@@ -110,6 +136,12 @@ def parse_job(engine: str) -> Job:
         fail("--compare needs --drafter: there is nothing to compare the target with")
     if arguments.steps < 1 or arguments.max_running < 1:
         fail(f"--steps {arguments.steps} --max-running {arguments.max_running}: both must be at least 1")
+    try:
+        options = json.loads(arguments.options)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        fail(f"--options {arguments.options}: expected a JSON object of the engine's arguments")
     prompts, stop_token_ids = read_prompts(arguments.prompts)
     longest = max(len(prompt.input_ids) + prompt.max_new_tokens for prompt in prompts)
     context_length = arguments.context_length or longest + CONTEXT_SLACK
@@ -128,6 +160,8 @@ def parse_job(engine: str) -> Job:
         context_length=context_length,
         compare=arguments.compare,
         timeout=arguments.timeout,
+        device=arguments.device,
+        options=options,
     )
     job.log.write_text("")
     job.progress.write_text("")
@@ -162,7 +196,7 @@ def read_prompts(path: Path) -> tuple[list[Prompt], list[int]]:
     return prompts, token_ids(document.get("stop_token_ids", []), "stop_token_ids", True)
 
 
-def run(engine: str, version: str, job: Job, serve: Serve) -> None:
+def run(engine: str, engine_version: str, job: Job, serve: Serve) -> None:
     """Serve in child processes, one engine after the other, and write the result file.
 
     The engine package must be imported already: children are forked, so that it is imported once for both runs.
@@ -185,8 +219,9 @@ def run(engine: str, version: str, job: Job, serve: Serve) -> None:
     divergences = first_divergences(base.outputs, spec.outputs) if spec and base else None
     result = {
         "engine": engine,
-        "version": version,
+        "version": engine_version,
         "dtype": job.dtype,
+        "device": job.device,
         "steps": job.steps,
         "spec": {**summarise_counters(spec, job.steps), **summarise_run(spec)} if spec else None,
         "base": summarise_run(base) if base else None,
@@ -194,11 +229,11 @@ def run(engine: str, version: str, job: Job, serve: Serve) -> None:
         "first_divergence": divergences or [],
     }
     write_atomically(job.out, json.dumps(result, indent=1) + "\n")
-    print(_headline(engine, version, result))
+    print(_headline(engine, engine_version, result))
 
 
-def _headline(engine: str, version: str, result: dict[str, Any]) -> str:
-    parts = [f"{engine} {version} {result['dtype']}"]
+def _headline(engine: str, engine_version: str, result: dict[str, Any]) -> str:
+    parts = [f"{engine} {engine_version} {result['dtype']}"]
     if result["spec"]:
         parts.append(
             f"accept length {result['spec']['accept_length']:.3f} at {result['steps']} drafts, "

@@ -1,12 +1,13 @@
-"""Serve prompts greedily with SGLang on a CPU, with an EAGLE-3 drafter or without, and write tokens and counters.
+"""Serve prompts greedily with SGLang, with an EAGLE-3 drafter or without, and write tokens and counters.
 
-Runs under the engine's own Python (scripts/serve_sglang.sh builds it), with sglang_cpu beside this file on PYTHONPATH.
-What is real and what is stood in for: scripts/engines/sglang_cpu/sgl_kernel/__init__.py; how accepted drafts are
-counted: counting.py.
+On a CPU it runs under an engine environment of ours (scripts/serve_sglang.sh builds it), with sglang_cpu beside this file
+on PYTHONPATH; what is real there and what is stood in for: scripts/engines/sglang_cpu/sgl_kernel/__init__.py. On a GPU
+(`--device cuda`) it runs under any Python that has SGLang, as it is. How accepted drafts are counted: counting.py.
 """
 
 import time
 from pathlib import Path
+from typing import Any
 
 import child
 import serve_common
@@ -16,19 +17,7 @@ from serve_common import Job
 
 def serve(job: Job, drafter: Path | None) -> Served:
     """Start an engine, serve every prompt, shut it down."""
-    import multiprocessing
-
-    from sglang.srt.entrypoints.engine import Engine
-
-    class ForkingEngine(Engine):
-        """SGLang's engine, its processes forked from this one instead of importing everything anew (25 s each)."""
-
-        @classmethod
-        def _launch_scheduler_processes(cls, *arguments, **options):
-            multiprocessing.set_start_method("fork", force=True)
-            return super()._launch_scheduler_processes(*arguments, **options)
-
-    speculation = {}
+    speculation: dict[str, Any] = {}
     if drafter is not None:
         speculation = {
             "speculative_algorithm": "EAGLE3",
@@ -39,22 +28,30 @@ def serve(job: Job, drafter: Path | None) -> Served:
             "speculative_num_draft_tokens": job.steps + 1,
         }
     began = time.monotonic()
-    engine = ForkingEngine(
-        model_path=str(job.target),
-        dtype=job.dtype,
-        device="cpu",
-        context_length=job.context_length,
-        max_running_requests=job.max_running,
-        max_total_tokens=job.max_running * (job.context_length + serve_common.CONTEXT_SLACK),
-        disable_radix_cache=True,
-        skip_tokenizer_init=True,
-        skip_server_warmup=True,
-        grammar_backend="none",
-        random_seed=0,
-        log_level="error",
+    arguments = {
+        "model_path": str(job.target),
+        "dtype": job.dtype,
+        "device": job.device,
+        "context_length": job.context_length,
+        "max_running_requests": job.max_running,
+        "max_total_tokens": job.max_running * (job.context_length + serve_common.CONTEXT_SLACK),
+        "disable_radix_cache": True,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "grammar_backend": "none",
+        "random_seed": 0,
+        "log_level": "error",
         **speculation,
-    )
+        **job.options,
+    }
+    engine = _engine_class(job.device)(**arguments)
     try:
+        if job.device == "cuda":  # the first requests compile kernels
+            first = min(len(job.prompts), job.max_running)
+            engine.generate(
+                input_ids=[prompt.input_ids for prompt in job.prompts[:first]],
+                sampling_params={"temperature": 0, "max_new_tokens": 16},
+            )
         ready = time.monotonic()
         job.reached("ready")
         answers = engine.generate(
@@ -82,6 +79,25 @@ def serve(job: Job, drafter: Path | None) -> Served:
     )
 
 
+def _engine_class(device: str) -> type:
+    import multiprocessing
+
+    from sglang.srt.entrypoints.engine import Engine
+
+    if device != "cpu":
+        return Engine  # CUDA does not outlive a fork
+
+    class ForkingEngine(Engine):
+        """SGLang's engine, its processes forked from this one instead of importing everything anew (25 s each)."""
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *arguments, **options):
+            multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(*arguments, **options)
+
+    return ForkingEngine
+
+
 def _output(prompt_id: str, answer: dict, steps: int | None) -> Output:
     """A request's tokens, and its counters from meta_info (absent when it never reached a verify step)."""
     tokens, meta = list(answer["output_ids"]), answer["meta_info"]
@@ -98,12 +114,11 @@ def _output(prompt_id: str, answer: dict, steps: int | None) -> Output:
 def main() -> None:
     job = serve_common.parse_job("SGLang")
     child.end_on_signals()
-    with child.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
-        import sglang
-        import sglang.srt.managers.scheduler
-        import sglang.srt.models.registry
-
-    serve_common.run("sglang", sglang.__version__, job, serve)
+    if job.device == "cpu":
+        with child.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
+            import sglang.srt.managers.scheduler
+            import sglang.srt.models.registry  # noqa: F401
+    serve_common.run("sglang", serve_common.installed("sglang"), job, serve)
 
 
 if __name__ == "__main__":

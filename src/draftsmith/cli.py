@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -338,6 +339,10 @@ def serve_check(
     start_timeout: Annotated[float, typer.Option(help="seconds for an engine to be ready")] = 300.0,
     timeout: Annotated[float, typer.Option(help="seconds for everything")] = 1800.0,
     max_running: Annotated[int, typer.Option(help="requests at once")] = 24,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="of a local engine: cpu (float32) or cuda (bfloat16)")
+    ] = "cpu",
+    engine_options: Annotated[str, typer.Option(help='its further arguments, as JSON: {"tp_size": 8}')] = "{}",
     explain: Annotated[bool, typer.Option(help="look for the cause of a bad verdict")] = True,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
 ) -> None:
@@ -351,10 +356,20 @@ def serve_check(
     found = run_verb(
         engines[0], load_config(config, overrides or []), drafter=drafter, steps=steps, conversations=limit, url=url,
         plain_url=plain_url, python=engine_python, start_limit=start_timeout, limit=timeout, max_running=max_running,
-        explain=explain, as_json=json,
+        device=device, options=_engine_options(engine_options), explain=explain, as_json=json,
     )  # fmt: skip
     if not found.good:
         raise typer.Exit(1)
+
+
+def _engine_options(text: str) -> dict[str, object]:
+    try:
+        options = jsonlib.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise DraftsmithError("not a JSON object", where="--engine-options", found=text, expected='{"tp_size": 8}')
+    return options
 
 
 @app.command()

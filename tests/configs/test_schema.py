@@ -85,3 +85,8 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config("demo", ["runs=~/runs", "target.path=~/target"])
     assert (config.runs, config.target.path) == (tmp_path / "runs", tmp_path / "target")
+
+
+def test_several_greedy_answers_to_one_prompt_are_refused():
+    with pytest.raises(DraftsmithError, match="answers=1, or a temperature"):
+        load_config("demo", ["synthesize.answers=2"])

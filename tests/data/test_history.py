@@ -45,7 +45,7 @@ def play(chat: ChatFormat, prompt: Prompt, answers: list[list[int]], section: Sy
     for turn, answer in enumerate(answers):
         assert thread.ask(turn, chat, section, 4096)
         thread.take(answer, -1.0, "stop" if answer[-1] == 2 else "length", chat)
-    return thread.close(greedy=True, mark="m")
+    return thread.close(temperature=0.0, mark="m")
 
 
 def test_where_reasoning_is_stripped_a_later_turn_is_its_own_sequence_as_served(tokenizer: Any) -> None:

@@ -101,6 +101,18 @@ def test_every_conversation_has_the_ids_that_the_server_generated(serve: Any, re
     assert 1 < server.most_at_once <= 8
 
 
+def test_a_prompt_is_asked_as_often_as_wanted_and_answered_differently(serve: Any, remote: Any) -> None:
+    config = remote([serve()], rows=4, synthesize__temperature=0.7, synthesize__answers=3)
+    conversations = list(read_conversations(synthesize(config, "train")))
+    assert [one.id for one in conversations] == [f"p{n}{copy}" for n in range(4) for copy in ("", "~2", "~3")]
+    assert len({one.input_ids for one in conversations}) == 12
+    assert len({one.messages[0].content for one in conversations[:3]}) == 1, "the same question"
+    assert all(one.temperature == 0.7 and not one.greedy for one in conversations)
+    more = remote([serve()], rows=4, synthesize__temperature=0.7, synthesize__answers=4)
+    again = list(read_conversations(synthesize(more, "train")))
+    assert len(again) == 16 and [one for one in again if "~4" not in one.id] == conversations
+
+
 def test_whatever_fails_on_the_way_the_file_is_that_of_an_unbroken_run(serve: Any, remote: Any) -> None:
     unbroken = synthesize(remote([serve()], name="unbroken"), "train").read_bytes()
     faulty = [

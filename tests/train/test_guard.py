@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,3 +85,36 @@ def test_wrong_states_stop_the_run_by_cause(copy, fault, cause):
         train(config)
     assert cause.replace("\\", "") in str(error.value), str(error.value)
     assert not config.training.exists()
+
+
+class Sampled(list):
+    """The conversations of a store as if sampled at 0.7, with the log-probability that a server recorded at `recorded_at`."""
+
+    def __init__(self, config, head, recorded_at):
+        self.path = config.store("train")
+        for c in HarvestReader(self.path):
+            rows = c.generated[1:].nonzero()[:, 0].numpy()
+            logits = (c.final.double() @ head.double().t()).numpy()[rows] / recorded_at
+            chosen = logits[np.arange(len(rows)), c.input_ids.numpy()[rows + 1]]
+            top = logits.max(-1)
+            recorded = (chosen - top - np.log(np.exp(logits - top[:, None]).sum(-1))).mean()
+            self.append(dataclasses.replace(c, greedy=False, mean_logprob=float(recorded), temperature=0.7))
+
+
+@pytest.mark.parametrize("recorded_at", [1.0, 0.7])
+def test_sampled_text_passes_whether_the_server_recorded_before_or_after_the_temperature(prepared, recorded_at):
+    config = load_config(prepared)
+    target = read_target(config.target.path)
+    head = target.head.load()
+    sampled = Sampled(config, head, recorded_at)
+    report = check_teacher(sampled, head, target.final_norm.load(), target.rms_norm_eps, 0.97)
+    assert report.agreement is None and report.sampled_positions > 100
+    assert report.logprob_gap < 1e-3
+
+
+def test_sampled_text_of_another_temperature_is_refused(prepared):
+    config = load_config(prepared)
+    target = read_target(config.target.path)
+    head = target.head.load()
+    with pytest.raises(DraftsmithError, match="another log-probability than generation recorded"):
+        check_teacher(Sampled(config, head, 0.3), head, target.final_norm.load(), target.rms_norm_eps, 0.97)
