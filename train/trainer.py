@@ -30,6 +30,7 @@ from draftsmith.train.flops import peak_flops
 from draftsmith.train.guard import TeacherReport, check_teacher
 from draftsmith.train.initial import build_drafter
 from draftsmith.train.inputs import Inputs, read_inputs
+from draftsmith.train.labels import check_labels
 from draftsmith.train.launch import make_accelerator, precision_of, prepare
 from draftsmith.train.loader import Loader, same_everywhere
 from draftsmith.train.lock import run_lock
@@ -61,9 +62,9 @@ def train(config: RunConfig) -> Path:
     Returns the best checkpoint's folder.
 
     Raises:
-        DraftsmithError: inputs that are missing or do not fit, damaged shards, a teacher that the guard refuses, a
-            checkpoint that is incomplete or of another run, another run in the same folder, or a loss or gradient that
-            is not finite or diverges.
+        DraftsmithError: inputs that are missing or do not fit, damaged shards, labels that the draft vocabulary lacks,
+            a teacher that the guard refuses, a checkpoint that is damaged or of another run, another run in the same
+            folder, or a loss or gradient that is not finite or diverges.
     """
     settings, folder = config.train, config.training
     dtype = precision_of(settings)
@@ -73,6 +74,9 @@ def train(config: RunConfig) -> Path:
     inputs = read_inputs(config, without=damaged)
     if inputs.heldout is not None:
         check_heldout(accelerator, config, inputs.heldout)
+    longest = min(settings.max_length, settings.batch_tokens)
+    windows = plan_windows(inputs.train, longest, settings.unroll_steps, settings.mask)
+    check_labels(inputs.train, inputs.vocab.t2d, config, quiet=not accelerator.is_main_process)
     head = inputs.target.require("head").load()
     norm, eps = inputs.target.require("final_norm").load(), inputs.target.rms_norm_eps
     teacher = check_teacher(inputs.train, head, norm, eps, settings.guard_threshold, accelerator.device)
@@ -102,8 +106,6 @@ def train(config: RunConfig) -> Path:
         model, prepared = prepare(accelerator, unroll, dtype, settings)
         if newest is not None:
             restore_moments(accelerator, model, prepared, saving.read_moments(newest), first)
-        longest = min(settings.max_length, settings.batch_tokens)
-        windows = plan_windows(inputs.train, longest, settings.unroll_steps, settings.mask)
         loader = Loader(
             inputs.train, windows, settings, inputs.spec,
             rank=accelerator.process_index, processes=accelerator.num_processes,
