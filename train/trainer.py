@@ -123,6 +123,7 @@ def train(config: RunConfig) -> Path:
             remember_shards(config.store("train"), settings, folder, damaged)
             if inputs.heldout is not None:
                 remember_shards(config.store("heldout"), settings, folder / HELDOUT, {})
+            saving.check_bytes(folder, first)
             truncate_metrics(folder / "metrics.jsonl", first)
             saving.mark_best_again(folder)
             _announce(inputs, loader, accelerator, settings.batch_tokens, teacher, first, dtype)
@@ -131,6 +132,7 @@ def train(config: RunConfig) -> Path:
         accelerator.wait_for_everyone()
         best = saving.best_checkpoint(folder)
         if accelerator.is_main_process:
+            saving.check_best(folder)
             written = write_report(config, inputs, provenance, best)
             closing(
                 f"{best} (best of {folder}), report in {written}",
