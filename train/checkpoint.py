@@ -27,15 +27,9 @@ from draftsmith.configs.console import warn
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK, atomic_folder, read_json, remove_folder, write_json
+from draftsmith.train.folders import DESCRIPTION, PREFIX, checkpoints
 
-PREFIX = "checkpoint-"
 SCHEMA = 2
-DESCRIPTION = "trainer.json"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. A folder without its final name was never finished and is not listed."""
-    return sorted(p for p in folder.glob(f"{PREFIX}[0-9]*") if (p / DESCRIPTION).is_file())
 
 
 def best_checkpoint(folder: Path) -> Path:
