@@ -43,6 +43,7 @@ from draftsmith.train.state import gather_moments, gather_weights, restore_momen
 from draftsmith.train.step import Optimiser, learning_rate
 from draftsmith.train.tracking import Tracker
 from draftsmith.train.unroll import Unroll
+from draftsmith.train.warm import warn_of_idle
 from draftsmith.train.watch import stop_diverged, stop_not_finite
 
 HELDOUT = "heldout"
@@ -126,6 +127,7 @@ def train(config: RunConfig) -> Path:
             saving.check_bytes(folder, first)
             truncate_metrics(folder / "metrics.jsonl", first)
             saving.mark_best_again(folder)
+            warn_of_idle(config)
             _announce(inputs, loader, accelerator, settings.batch_tokens, teacher, first, dtype)
         run = _Run(config, inputs, accelerator, model, prepared, loader, provenance, identity)
         run.loop(first, dtype)
