@@ -110,7 +110,8 @@ def train(config: RunConfig) -> Path:
         loader = Loader(
             inputs.train, windows, settings, inputs.spec,
             rank=accelerator.process_index, processes=accelerator.num_processes,
-            accumulation=accelerator.gradient_accumulation_steps, pin=accelerator.device.type == "cuda",
+            accumulation=accelerator.gradient_accumulation_steps,
+            fill=accelerator.num_processes > 1 or accelerator.state.deepspeed_plugin is not None, pin=accelerator.device.type == "cuda",
             embedding=embedding.to(dtype) if accelerator.device.type == "cuda" else None,
         )  # fmt: skip
         if not same_everywhere(accelerator, loader.mark()):
