@@ -104,13 +104,15 @@ def sweep(
     decode_ms: float | None,
     batches: Sequence[int],
     *,
-    limit: float = 120.0,
+    limit: float = 3600.0,
+    patience: float = 120.0,
 ) -> list[Costs]:
     """Measure running servers: at each batch size that many requests at once, twice, and the difference counts.
 
     Args:
         urls: servers with the drafter; each has one depth.
         plain_url: one without; else decode_ms stands for it at batch size 1.
+        limit, patience: seconds for all requests to a server, and for one.
 
     Raises:
         DraftsmithError: a server is not healthy, is lost, or reports no counters.
@@ -120,7 +122,7 @@ def sweep(
     assert engine is not None
     found: dict[int, dict[int, float]] = {batch: {} for batch in batches}
     for url in urls:
-        server = Server(engine, url, limit)
+        server = Server(engine, url, limit, patience)
         server.wait(10.0)
         depth = server.depth()
         if not depth:
@@ -135,7 +137,7 @@ def sweep(
                 highlight=False,
             )
     if plain_url:
-        server = Server(engine, plain_url, limit)
+        server = Server(engine, plain_url, limit, patience)
         server.wait(10.0)
         for batch in batches:
             found[batch][0] = _measure(server, batch, drafted=False)

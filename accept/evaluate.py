@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.accept.overlap import first_prompts, trained_on, warn_of_trained
 from draftsmith.accept.report import interval_text, write_evaluation
 from draftsmith.accept.sampled import Sampled, SampledObserver
 from draftsmith.configs.console import closing, console, out, table
@@ -80,6 +81,8 @@ def evaluate(
     reader = HarvestReader(store or config.store("heldout"))
     canonical = read_drafter(drafter or config.training, target)
     check_store(reader, target, canonical.spec.taps)
+    trained = trained_on(config, dict(first_prompts(reader)))
+    warn_of_trained(trained)
     measured = measure(
         canonical, target, reader, config, temperatures, categories_of(config, reader) if store is None else None
     )
@@ -93,6 +96,7 @@ def evaluate(
         "drafter": str(canonical.origin),
         "dialect": canonical.dialect,
         "store": str(reader.path),
+        "trained_on": trained,
         **measured.model_dump(mode="json"),
     }
     write_json(result, content)

@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from draftsmith.accept.network import Network, read_network
+from draftsmith.accept.overlap import trained_on, warn_of_trained
 from draftsmith.accept.scores import Bench, Score, spectrum
 from draftsmith.accept.spot import Spot, harvest_spot
 from draftsmith.accept.store_states import Finding, store_findings
@@ -118,9 +119,12 @@ def probe(
         f"probe: harvesting up to {conversations} conversations around taps {list(network.spec.taps)}", highlight=False
     )
     spots = harvest_spot(config, needed_taps(network), conversations, longest)
+    trained = trained_on(config, {spot.id: spot.prompt for spot in spots})
+    warn_of_trained(trained)
     place = store or (config.store("heldout") if (config.store("heldout") / "manifest.json").is_file() else None)
     findings = store_findings(HarvestReader(place), spots) if place else []
     found = judge(str(drafter), network, target, spots, steps, findings)
+    found = found.model_copy(update={"numbers": found.numbers | {"trained_on": trained}})
     result = config.folder / f"probe-{drafter.resolve().name}.json"
     write_json(result, found.model_dump(mode="json"))
     if as_json:

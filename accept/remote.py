@@ -7,6 +7,7 @@ totals are the difference of `/metrics` before and after: nobody else may use th
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import urllib.error
@@ -32,11 +33,12 @@ class Server:
 
     Args:
         url: its root, with or without /v1.
-        limit: seconds that one request may take.
+        limit: seconds from now for everything. patience: seconds that one request may take.
     """
 
-    def __init__(self, engine: Engine, url: str, limit: float) -> None:
-        self.engine, self.limit = engine, limit
+    def __init__(self, engine: Engine, url: str, limit: float, patience: float = math.inf) -> None:
+        self.engine, self.limit, self._patience = engine, limit, patience
+        self._deadline = time.monotonic() + limit
         self.url = url.rstrip("/").removesuffix("/v1")
         self.title = f"{TITLES[engine]} at {self.url}"
 
@@ -49,7 +51,7 @@ class Server:
         began, said = time.monotonic(), "no answer"
         while True:
             try:
-                self._get("/health", min(self.limit, max(0.2, start_limit)))
+                self._get("/health", max(0.2, start_limit))
                 return
             except (OSError, ValueError) as error:
                 said = str(error)
@@ -69,8 +71,11 @@ class Server:
         before = self._totals() if drafted else {}
         model = self._model() if self.engine == "vllm" else ""
         began = time.monotonic()
-        with ThreadPoolExecutor(concurrency) as pool:
+        pool = ThreadPoolExecutor(concurrency)
+        try:
             outputs = list(pool.map(lambda prompt: self._answer(prompt, prompts, model, drafted), prompts["prompts"]))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
         seconds = time.monotonic() - began
         counters = {name: value - before.get(name, 0) for name, value in self._totals().items()} if drafted else {}
         return Served(outputs, 0.0, seconds, counters)
@@ -111,6 +116,11 @@ class Server:
                 output.verify_steps = meta["spec_verify_ct"]
             return output
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            if self._left() <= 0:
+                raise DraftsmithError(
+                    f"{self.title} did not finish within {self.limit:g} seconds", where=f"request {prompt['id']}",
+                    mend="serve fewer conversations with --limit N, or allow more with --timeout SECONDS",
+                ) from None  # fmt: skip
             raise DraftsmithError(
                 f"{self.title} was lost, or answers otherwise than expected", where=f"request {prompt['id']}",
                 found=f"{type(error).__name__}: {error}", expected="token ids of an answer",
@@ -139,8 +149,15 @@ class Server:
                 totals[key] = totals.get(key, 0.0) + float(value)
         return totals
 
+    def _left(self) -> float:
+        """Seconds that are left."""
+        return self._deadline - time.monotonic()
+
+    def _timeout(self) -> float:
+        return max(0.01, min(self._left(), self._patience))
+
     def _get(self, path: str, limit: float | None = None) -> bytes:
-        with urllib.request.urlopen(self.url + path, timeout=limit or self.limit) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=min(self._timeout(), limit or math.inf)) as answer:
             return bytes(answer.read())
 
     def _post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +165,7 @@ class Server:
             self.url + path, json.dumps(content).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=self.limit) as answer:
+            with urllib.request.urlopen(request, timeout=self._timeout()) as answer:
                 said = json.loads(answer.read())
         except urllib.error.HTTPError as error:
             raise ValueError(f"status {error.code}: {error.read()[:300].decode(errors='replace')}") from None

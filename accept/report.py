@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.accept.overlap import trained_text
 from draftsmith.configs.page import Page
 from draftsmith.configs.picture import picture
 
@@ -44,6 +45,8 @@ def add_evaluation(page: Page, content: Mapping[str, Any], png: Path) -> Page:
         f"of {content['conversations']} held-out conversations, bonus token included. As served: the walk that an engine takes; "
         "a chain starts behind the last accepted token. Intervals are 95 %, by bootstrap over conversations."
     )
+    if content.get("trained_on"):
+        page.text(f"Warning: {trained_text(content['trained_on'])}.")
     page.picture(png, "accept length by depth; acceptance by position; accept length by context and prompt category")
     rows = []
     for depth, entry in content["depths"].items():
@@ -85,6 +88,8 @@ def write_served(content: Mapping[str, Any], file: Path, evaluation: Mapping[str
     page.section("Predicted and served").text(("good: " if content["good"] else "BAD: ") + content["verdict"])
     for cause in content["causes"]:
         page.text(f"likely cause: {cause}")
+    if content.get("trained_on"):
+        page.text(f"Warning: {trained_text(content['trained_on'])}.")
     one = content["comparison"]
     within = one["within"] or {}
     rows = [

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from draftsmith.accept.compare import Comparison, compare, predicted_steps
 from draftsmith.accept.evaluate import drafter_chains
 from draftsmith.accept.local import serve_locally
+from draftsmith.accept.overlap import trained_on, warn_of_trained
 from draftsmith.accept.remote import serve_remotely
 from draftsmith.accept.report import write_served
 from draftsmith.accept.requests import Request, heldout_requests, prompts_document
@@ -41,6 +42,7 @@ class ServeCheck(BaseModel):
         identical: greedy answers with and without the drafter are equal; None if that was not asked.
         tokens_per_second: with and without the drafter; None where nothing was served without.
         causes: what explains a bad verdict, likeliest first.
+        trained_on: ids of conversations whose prompts stand in the training text; None where that is not there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,6 +58,7 @@ class ServeCheck(BaseModel):
     good: bool
     verdict: str
     causes: list[str]
+    trained_on: list[str] | None = None
 
 
 def serve_check(
@@ -96,6 +99,11 @@ def serve_check(
     reader = HarvestReader(config.store("heldout"))
     check_store(reader, target, canonical.spec.taps)
     requests = heldout_requests(config, conversations)
+    asked: dict[str, Sequence[int]] = {}
+    for one in requests:
+        asked.setdefault(one.conversation, one.input_ids)
+    trained = trained_on(config, asked)
+    warn_of_trained(trained)
     prompts, depth = prompts_document(config, requests), steps or config.evaluate.draft_steps
     result_file = config.folder / f"serve-check-{engine}.json"
     if url is not None:
@@ -116,7 +124,7 @@ def serve_check(
     chains = drafter_chains(canonical, target, reader, config, draft_steps=depth, quiet=True)
     predicted = predicted_steps(chains, {name: n for n, name in enumerate(reader.ids)}, requests, depth)
     comparison = compare(predicted, requests, result["spec"], depth)
-    found = conclude(engine, folder, result, comparison, requests)
+    found = conclude(engine, folder, result, comparison, requests).model_copy(update={"trained_on": trained})
     if not found.good and explain:
         found = found.model_copy(update={"causes": likely_causes(config, target, folder, comparison, found)})
     write_json(result_file, found.model_dump(mode="json"))

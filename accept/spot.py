@@ -44,6 +44,12 @@ class Spot:
     ends: tuple[int, ...]
     added: int
 
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens before the first generated one."""
+        wrote = self.generated.nonzero()[:, 0]
+        return self.ids[: int(wrote[0]) if len(wrote) else len(self.ids)].tolist()
+
     def window(self, taps: Sequence[int], shift: int = 0, *, with_added: bool = False) -> Window:
         """The rows as training would see them; `shift` feeds the features of index t + shift at t."""
         length = len(self.ids) if with_added else len(self.ids) - self.added

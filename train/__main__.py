@@ -8,6 +8,7 @@ import sys
 from draftsmith.configs.console import report_error
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import load_config
+from draftsmith.train.command import run
 
 
 def main() -> None:
@@ -20,16 +21,7 @@ def main() -> None:
     overrides = arguments.overrides + ([f"train.init_from={arguments.init_from}"] if arguments.init_from else [])
     try:
         config = load_config(arguments.config, overrides)
-        from draftsmith.train import launch
-        from draftsmith.train.trainer import train
-
-        launch.explain_termination()
-        try:
-            train(config)
-        except RuntimeError as error:
-            if launch.is_peer_lost(error):
-                launch.end(f"{error}\n{launch.PEER_LOST}", status=1)
-            raise
+        run(config, launched=True)
     except DraftsmithError as error:
         report_error(error)
         sys.exit(2)

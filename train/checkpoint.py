@@ -4,7 +4,7 @@ train/checkpoint-00000200/
     drafter/model.safetensors        float32 master weights by served name, d2t and t2d; what `draftsmith convert` reads
     drafter/drafter.json             DrafterSpec and provenance
     state/moments.safetensors        AdamW's moments by parameter name, float32
-    trainer.json                     step, what the run is, and the size of every other file; written last
+    trainer.json                     step, what the run is, size and xxh3 of every other file; written last
 train/best.json                      names the checkpoint with the highest accept length on held-out conversations
 
 Nothing in it depends on the number of processes or on the back end. There is no other state: the learning rate, the
@@ -18,35 +18,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftsmith.configs.console import warn
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK, atomic_folder, read_json, remove_folder, write_json
+from draftsmith.train.folders import DESCRIPTION, PREFIX, checkpoints
 
-PREFIX = "checkpoint-"
 SCHEMA = 2
-DESCRIPTION = "trainer.json"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. A folder without its final name was never finished and is not listed."""
-    return sorted(p for p in folder.glob(f"{PREFIX}[0-9]*") if (p / DESCRIPTION).is_file())
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """The checkpoint that best.json names, else the newest.
+    """The checkpoint that best.json names, whole or not, else the newest.
 
     Raises:
-        DraftsmithError: there is none.
+        DraftsmithError: there is none, or best.json is damaged.
     """
-    best = folder / "best.json"
-    if best.is_file():
-        name = read_json(best, what="the mark of the best checkpoint").get("checkpoint")
-        if isinstance(name, str) and (folder / name / DESCRIPTION).is_file():
-            return folder / name
+    best = _marked(folder)
+    if best is not None and best.is_dir():
+        return best
     found = checkpoints(folder)
     if not found:
         raise DraftsmithError("there is no checkpoint", where=folder, mend="draftsmith train CONFIG")
@@ -88,12 +82,13 @@ def save_checkpoint(
             {"schema": SCHEMA, "spec": spec.model_dump(mode="json"), "provenance": provenance | {"step": step}},
         )
         _save(moments, temporary / "state" / "moments.safetensors")
-        files = {
-            str(file.relative_to(temporary)): file.stat().st_size
-            for file in sorted(temporary.rglob("*"))
-            if file.is_file()
-        }
-        write_json(temporary / DESCRIPTION, {"schema": SCHEMA, "step": step, "run": run, "files": files})
+        written = {str(f.relative_to(temporary)): f for f in sorted(temporary.rglob("*")) if f.is_file()}
+        described = {
+            "schema": SCHEMA, "step": step, "run": run,
+            "files": {name: file.stat().st_size for name, file in written.items()},
+            "xxh3": {name: _digest(file) for name, file in written.items()},
+        }  # fmt: skip
+        write_json(temporary / DESCRIPTION, described)
     return final
 
 
@@ -107,29 +102,8 @@ def resume_point(folder: Path, run: dict[str, Any]) -> tuple[int, Path | None]:
     newest = max((p for p in folder.glob(f"{PREFIX}*") if p.is_dir()), default=None)
     if newest is None:
         return 0, None
-    away = f"rm -r {newest} (the run then goes on from an older one, if there is one)"
-    described = read_json(newest / DESCRIPTION, what=f"{DESCRIPTION} of a checkpoint", mend=away)
-    if described.get("schema") != SCHEMA:
-        raise DraftsmithError(
-            "the checkpoint has another format", where=newest, found=described.get("schema"), expected=SCHEMA, mend=away
-        )
-    files, theirs, step = described.get("files"), described.get("run"), described.get("step")
-    if (
-        not (isinstance(files, dict) and isinstance(theirs, dict) and isinstance(step, int))
-        or newest.name != f"{PREFIX}{step:08d}"
-    ):
-        raise DraftsmithError(f"{DESCRIPTION} of a checkpoint is damaged", where=newest / DESCRIPTION, mend=away)
-    for name, size in files.items():
-        file = newest / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise DraftsmithError(
-                "a checkpoint is incomplete: a file is missing or cut off",
-                where=file,
-                found="no such file" if found is None else f"{found:,} bytes",
-                expected=f"{size:,} bytes",
-                mend=away,
-            )
+    described = _described(newest, "a checkpoint", _away(newest))
+    theirs, step = described["run"], described["step"]
     differing = [key for key in sorted(theirs.keys() | run.keys()) if theirs.get(key) != run.get(key)]
     if differing:
         raise DraftsmithError(
@@ -140,6 +114,99 @@ def resume_point(folder: Path, run: dict[str, Any]) -> tuple[int, Path | None]:
             mend=f"restore the old configuration, or start afresh with another `name`, or: rm -r {folder}",
         )
     return step, newest
+
+
+def check_bytes(folder: Path, first: int) -> None:
+    """Compare every byte of the checkpoint of step `first` and of the best one with what was written.
+
+    Raises:
+        DraftsmithError: one of them has changed, or a file of the best one is missing or cut off.
+    """
+    newest = folder / f"{PREFIX}{first:08d}"
+    if first:
+        _compare_bytes(newest, _described(newest, "a checkpoint", _away(newest)), "a checkpoint", _away(newest))
+    best = _marked(folder)
+    if best is not None and best != newest and best.is_dir():
+        check_best(folder)
+
+
+def check_best(folder: Path) -> Path:
+    """The best checkpoint, read and found whole.
+
+    Raises:
+        DraftsmithError: there is none, or a file of it is missing, cut off or changed.
+    """
+    best = best_checkpoint(folder)
+    away = f"rm -r {best}; the same command then marks the best of the other checkpoints"
+    _compare_bytes(best, _described(best, "the best checkpoint", away), "the best checkpoint", away)
+    return best
+
+
+def _away(checkpoint: Path) -> str:
+    return f"rm -r {checkpoint} (the run then goes on from an older one, if there is one)"
+
+
+def _marked(folder: Path) -> Path | None:
+    """The folder that best.json names, which need not be there."""
+    mark = folder / "best.json"
+    if not mark.is_file():
+        return None
+    mend = f"rm {mark}; the same command marks the best checkpoint again"
+    name = read_json(mark, what="the mark of the best checkpoint", mend=mend).get("checkpoint")
+    if not isinstance(name, str) or not name.startswith(PREFIX):
+        raise DraftsmithError("the mark of the best checkpoint names none", where=mark, found=name, mend=mend)
+    return folder / name
+
+
+def _described(checkpoint: Path, what: str, mend: str) -> dict[str, Any]:
+    """trainer.json of a checkpoint whose files have the sizes that it tells.
+
+    Raises:
+        DraftsmithError: it is missing, damaged or of another format, or a file is missing or cut off; `what` names the
+            checkpoint.
+    """
+    described = read_json(checkpoint / DESCRIPTION, what=f"{DESCRIPTION} of {what}", mend=mend)
+    if described.get("schema") != SCHEMA:
+        raise DraftsmithError(
+            f"{what} has another format", where=checkpoint, found=described.get("schema"), expected=SCHEMA, mend=mend
+        )
+    files, run, step = described.get("files"), described.get("run"), described.get("step")
+    if (
+        not (isinstance(files, dict) and isinstance(run, dict) and isinstance(step, int))
+        or checkpoint.name != f"{PREFIX}{step:08d}"
+    ):
+        raise DraftsmithError(f"{DESCRIPTION} of {what} is damaged", where=checkpoint / DESCRIPTION, mend=mend)
+    for name, size in files.items():
+        file = checkpoint / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            raise DraftsmithError(
+                f"{what} is incomplete: a file is missing or cut off",
+                where=file,
+                found="no such file" if found is None else f"{found:,} bytes",
+                expected=f"{size:,} bytes",
+                mend=mend,
+            )
+    return described
+
+
+def _compare_bytes(checkpoint: Path, described: dict[str, Any], what: str, mend: str) -> None:
+    """Digests of all files with those of trainer.json; checkpoints of earlier versions have none."""
+    recorded = described.get("xxh3", {})
+    for name in described["files"]:
+        if name in recorded and _digest(checkpoint / name) != recorded[name]:
+            raise DraftsmithError(
+                f"a file of {what} is damaged: its bytes have changed since it was written",
+                where=checkpoint / name, mend=mend,
+            )  # fmt: skip
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as handle:
+        while block := handle.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
@@ -196,7 +263,14 @@ def mark_best(folder: Path, checkpoint: Path, accept_length: float) -> None:
 
 
 def mark_best_again(folder: Path) -> None:
-    """Mark from what the checkpoints themselves record, in case a run was killed between writing one and marking it."""
+    """Mark from what the checkpoints themselves record, in case a run was killed between writing one and marking it.
+
+    A marked one that is no longer there loses its mark, and a person is told.
+    """
+    lost = _marked(folder)
+    if lost is not None and not lost.is_dir():
+        warn(f"{lost} is not there, although best.json names it: the mark goes to the best of the others")
+        (folder / "best.json").unlink()
     for checkpoint in checkpoints(folder):
         measured = read_drafter_record(checkpoint)[1].get("accept_length")
         if isinstance(measured, dict):

@@ -7,11 +7,7 @@ products run in the dtype of torch's own autocast, so that DDP and each ZeRO sta
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
-import threading
 from typing import Any
 
 import torch
@@ -112,48 +108,3 @@ def _no_compiled_communication() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-SIGNAL_AT_PARENTS_DEATH = 1
-"""PR_SET_PDEATHSIG."""
-
-PEER_LOST = (
-    "this process ends because another process of the run has died, or its launcher; its error, if it wrote one, stands further up, "
-    "and a process that was killed leaves none (out of memory?). The same command goes on from the last checkpoint."
-)
-
-
-def explain_termination() -> None:
-    """On SIGTERM, which a launcher sends when one process of a run has died, say so and end at once.
-
-    A thread does it, since the main one may sit in a collective that never returns to Python. Linux sends the same
-    signal when a launcher is killed, whose processes would else train on and hold their devices.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGTERM)
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-
-    def wait() -> None:
-        while signal.SIGTERM not in os.read(reading, 1):
-            pass
-        end(f"SIGTERM: {PEER_LOST}")
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def is_peer_lost(error: BaseException) -> bool:
-    """Whether a collective failed because its other end is gone."""
-    if not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()
-
-
-def end(message: str, status: int = 143) -> None:
-    """Write a line and leave without waiting for threads or collectives."""
-    rank = os.environ.get("RANK", "0")
-    sys.stderr.write(f"error process {rank}: {message}\n")
-    sys.stderr.flush()
-    os._exit(status)

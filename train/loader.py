@@ -26,7 +26,8 @@ class Share:
 
     Attributes:
         batches: one packed batch a micro-step; None where the step has fewer windows than shares.
-        filler: a batch that stands in for None, with its loss weighted 0, so that all processes do equal work.
+        filler: a batch that stands in for None, with its loss weighted 0, where all processes must do equal work; else
+            None, and nothing is computed.
         counts: global supervised positions of each unroll step, over all processes and micro-steps.
         tokens: rows of the whole step.
         flops: counted work of this process.
@@ -34,7 +35,7 @@ class Share:
     """
 
     batches: list[Batch | None]
-    filler: Batch
+    filler: Batch | None
     counts: list[int]
     tokens: int
     flops: int
@@ -46,6 +47,7 @@ class Loader:
 
     Args:
         windows: as `plan_windows` cuts them, none longer than the token budget of a step.
+        fill: back ends that synchronise processes, or count micro-steps, need a backward pass in each of them.
         pin: put batches into page-locked memory, from which copies to a GPU overlap with its work.
         embedding: (V, hidden): batches carry the rows that they need, since the device does not hold it.
     """
@@ -60,6 +62,7 @@ class Loader:
         rank: int,
         processes: int,
         accumulation: int,
+        fill: bool = True,
         pin: bool = False,
         embedding: Tensor | None = None,
     ) -> None:
@@ -70,7 +73,8 @@ class Loader:
             for epoch in range(settings.epochs)
             for batch in epoch_batches(windows, settings.batch_tokens, settings.seed, epoch)
         ]
-        self.filler, _ = self._pack([min(windows, key=lambda w: (w.tokens, w.conversation, w.start))])
+        smallest = min(windows, key=lambda w: (w.tokens, w.conversation, w.start))
+        self.filler = self._pack([smallest])[0] if fill else None
 
     def __len__(self) -> int:
         return len(self.plan)

@@ -75,8 +75,10 @@ class Optimiser:
         for batch in share.batches:
             with accelerator.accumulate(self.model):
                 weights = [0.0] * len(coefficients) if batch is None else coefficients
-                loss, results = self.model((share.filler if batch is None else batch).to(accelerator.device), weights)
-                accelerator.backward(loss)
+                computed = share.filler if batch is None else batch
+                if computed is not None:
+                    loss, results = self.model(computed.to(accelerator.device), weights)
+                    accelerator.backward(loss)
                 if batch is not None:
                     _add(sums, results)
                 if accelerator.sync_gradients:

@@ -30,6 +30,7 @@ from draftsmith.train.flops import peak_flops
 from draftsmith.train.guard import TeacherReport, check_teacher
 from draftsmith.train.initial import build_drafter
 from draftsmith.train.inputs import Inputs, read_inputs
+from draftsmith.train.labels import check_labels
 from draftsmith.train.launch import make_accelerator, precision_of, prepare
 from draftsmith.train.loader import Loader, same_everywhere
 from draftsmith.train.lock import run_lock
@@ -42,6 +43,7 @@ from draftsmith.train.state import gather_moments, gather_weights, restore_momen
 from draftsmith.train.step import Optimiser, learning_rate
 from draftsmith.train.tracking import Tracker
 from draftsmith.train.unroll import Unroll
+from draftsmith.train.warm import warn_of_idle
 from draftsmith.train.watch import stop_diverged, stop_not_finite
 
 HELDOUT = "heldout"
@@ -61,9 +63,9 @@ def train(config: RunConfig) -> Path:
     Returns the best checkpoint's folder.
 
     Raises:
-        DraftsmithError: inputs that are missing or do not fit, damaged shards, a teacher that the guard refuses, a
-            checkpoint that is incomplete or of another run, another run in the same folder, or a loss or gradient that
-            is not finite or diverges.
+        DraftsmithError: inputs that are missing or do not fit, damaged shards, labels that the draft vocabulary lacks,
+            a teacher that the guard refuses, a checkpoint that is damaged or of another run, another run in the same
+            folder, or a loss or gradient that is not finite or diverges.
     """
     settings, folder = config.train, config.training
     dtype = precision_of(settings)
@@ -73,6 +75,9 @@ def train(config: RunConfig) -> Path:
     inputs = read_inputs(config, without=damaged)
     if inputs.heldout is not None:
         check_heldout(accelerator, config, inputs.heldout)
+    longest = min(settings.max_length, settings.batch_tokens)
+    windows = plan_windows(inputs.train, longest, settings.unroll_steps, settings.mask)
+    check_labels(inputs.train, inputs.vocab.t2d, config, quiet=not accelerator.is_main_process)
     head = inputs.target.require("head").load()
     norm, eps = inputs.target.require("final_norm").load(), inputs.target.rms_norm_eps
     teacher = check_teacher(inputs.train, head, norm, eps, settings.guard_threshold, accelerator.device)
@@ -102,12 +107,11 @@ def train(config: RunConfig) -> Path:
         model, prepared = prepare(accelerator, unroll, dtype, settings)
         if newest is not None:
             restore_moments(accelerator, model, prepared, saving.read_moments(newest), first)
-        longest = min(settings.max_length, settings.batch_tokens)
-        windows = plan_windows(inputs.train, longest, settings.unroll_steps, settings.mask)
         loader = Loader(
             inputs.train, windows, settings, inputs.spec,
             rank=accelerator.process_index, processes=accelerator.num_processes,
-            accumulation=accelerator.gradient_accumulation_steps, pin=accelerator.device.type == "cuda",
+            accumulation=accelerator.gradient_accumulation_steps,
+            fill=accelerator.num_processes > 1 or accelerator.state.deepspeed_plugin is not None, pin=accelerator.device.type == "cuda",
             embedding=embedding.to(dtype) if accelerator.device.type == "cuda" else None,
         )  # fmt: skip
         if not same_everywhere(accelerator, loader.mark()):
@@ -121,14 +125,17 @@ def train(config: RunConfig) -> Path:
             remember_shards(config.store("train"), settings, folder, damaged)
             if inputs.heldout is not None:
                 remember_shards(config.store("heldout"), settings, folder / HELDOUT, {})
+            saving.check_bytes(folder, first)
             truncate_metrics(folder / "metrics.jsonl", first)
             saving.mark_best_again(folder)
+            warn_of_idle(config)
             _announce(inputs, loader, accelerator, settings.batch_tokens, teacher, first, dtype)
         run = _Run(config, inputs, accelerator, model, prepared, loader, provenance, identity)
         run.loop(first, dtype)
         accelerator.wait_for_everyone()
         best = saving.best_checkpoint(folder)
         if accelerator.is_main_process:
+            saving.check_best(folder)
             written = write_report(config, inputs, provenance, best)
             closing(
                 f"{best} (best of {folder}), report in {written}",

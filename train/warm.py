@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftsmith.configs.console import warn
 from draftsmith.configs.drafter import DrafterSpec
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import sha256_json
@@ -50,17 +52,14 @@ def read_warm_start(config: RunConfig, target: Target, trained_length: int) -> W
     source = config.train.init_from
     assert source is not None
     drafter = read_drafter(source, target)
-    asked = config.drafter.model_dump(exclude_unset=True)
-    wrong = {
-        key: value for key, value in asked.items() if value is not None and getattr(drafter.spec, key, value) != value
-    }
-    if wrong:
+    if wrong := contradictions(config, drafter.spec):
         raise DraftsmithError(
             "the drafter to start from has other dimensions than the configuration asks for",
             where=source,
-            found=", ".join(f"{key} {getattr(drafter.spec, key)}" for key in wrong),
-            expected=", ".join(f"drafter.{key}={value}" for key, value in wrong.items()),
-            mend="leave these keys out of the drafter section, or train without init_from",
+            found=", ".join(f"{key}={theirs}" for key, theirs, _ in wrong),
+            expected=", ".join(f"{key}={ours}" for key, _, ours in wrong),
+            mend=f"leave {', '.join(key for key, _, _ in wrong)} out of the configuration, or name the drafter's values, "
+            "or train without init_from",
         )
     names = list(drafter.spec.trainable_shapes())
     stored = {name: drafter.tensors[name] for name in names}
@@ -71,6 +70,27 @@ def read_warm_start(config: RunConfig, target: Target, trained_length: int) -> W
     hashes = {name: hashlib.sha256(weights[name].numpy().tobytes()).hexdigest() for name in names}
     mark = sha256_json({"weights": hashes, "spec": drafter.spec.model_dump(mode="json"), "d2t": d2t.tolist()})
     return WarmStart(drafter.origin, spec, weights, d2t.long(), t2d.bool(), mark)
+
+
+def contradictions(config: RunConfig, spec: DrafterSpec) -> list[tuple[str, Any, Any]]:
+    """(setting, the drafter's value, the configuration's) where what the configuration says outright is not so."""
+    found = []
+    for key, value in config.drafter.model_dump(exclude_unset=True).items():
+        if value is not None and getattr(spec, key, value) != value:
+            found.append((f"drafter.{key}", getattr(spec, key), value))
+    if "size" in config.vocab.model_fields_set and min(config.vocab.size, spec.vocab_size) != spec.draft_vocab_size:
+        found.append(("vocab.size", spec.draft_vocab_size, config.vocab.size))
+    if config.target.taps is not None and config.target.taps != spec.taps:
+        found.append(("target.taps", list(spec.taps), list(config.target.taps)))
+    return found
+
+
+def warn_of_idle(config: RunConfig) -> None:
+    """Name what the configuration says outright and what only a new drafter would heed."""
+    idle = [key for key in ("head_init", "layer_init") if key in config.train.model_fields_set]
+    if config.train.init_from is not None and idle:
+        said = ", ".join(f"train.{key}={getattr(config.train, key)}" for key in idle)
+        warn(f"{said} has no effect: all weights come from {config.train.init_from}")
 
 
 def drafters_vocabulary(start: WarmStart, target: Target) -> DraftVocab:

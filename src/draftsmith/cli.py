@@ -184,9 +184,9 @@ def train(
     """Train the drafter in this process (several: accelerate launch -m draftsmith.train --config CONFIG)."""
     start = [f"train.init_from={init_from}"] if init_from else []
     run: RunConfig = load_config(config, [*(overrides or []), *start])
-    from draftsmith.train.trainer import train as run_verb
+    from draftsmith.train.command import run as run_verb
 
-    run_verb(run)
+    run_verb(run, launched=False)
 
 
 @app.command()

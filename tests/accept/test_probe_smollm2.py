@@ -20,7 +20,7 @@ from draftsmith.accept.variants import described
 from draftsmith.configs.target import read_target
 from draftsmith.data.store import HarvestReader
 from draftsmith.train.batch import pack
-from draftsmith.train.unroll import Unroll
+from draftsmith.train.unroll import Unroll, loss_coefficients
 from tests.accept import smollm2_run
 from tests.convert.conftest import edit_tensors
 
@@ -104,6 +104,39 @@ def test_a_wrong_rope_base(room, plant):
     found = probed(room, plant(theta), conversations=28, steps=3)
     assert found.fits == ["theta 100000"], [(row.name, row.difference, row.error) for row in found.rows]
     assert "trained with RoPE base 100000, the description says 10000" in found.findings[0].cause
+    neighbour = next(row for row in found.rows if row.name == "theta 50000")
+    assert neighbour.difference > 3 * neighbour.error  # 50000 and 10000 are told apart on text that was not trained on
+
+
+def trained_on(room, network, theta, windows, steps=40):
+    """The drafter goes on training with another RoPE base; four conversations a step."""
+    _, target, _ = room
+    spec = with_theta(network, theta).spec
+    drafter, targets = build(network, spec, network.weights), described(network).targets
+    unroll = Unroll(drafter, target.require("head").load().float()[targets], targets)
+    optimiser = torch.optim.Adam(drafter.parameters(), 3e-4)
+    for step in range(steps):
+        batch = pack([windows[(4 * step + place) % len(windows)] for place in range(4)], 2)
+        loss, _ = unroll(batch, loss_coefficients([len(rows.labels) for rows in batch.steps], 0.8))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    weights = {name: value.detach() for name, value in drafter.state_dict().items() if name in network.weights}
+    return replace(network, weights=network.weights | weights)
+
+
+def with_theta(network, theta):
+    rope = network.spec.rope.model_copy(update={"theta": theta})
+    return replace(network, spec=network.spec.model_copy(update={"rope": rope}))
+
+
+def test_a_wrong_rope_base_of_a_drafter_that_was_trained_with_50000(room, plant):
+    """Twenty of the conversations are its training text: a base is told from its neighbours by what was fitted to it."""
+    spots = room[2]
+    trained = trained_on(room, plant(), 50_000.0, [spot.window(smollm2_run.TAPS) for spot in spots[:20]])
+    found = probed(room, with_theta(trained, 10_000.0), conversations=28, steps=3)
+    assert found.fits == ["theta 50000"], [(row.name, row.difference, row.error) for row in found.rows]
+    assert "trained with RoPE base 50000, the description says 10000" in found.findings[0].cause
 
 
 def test_the_recurrence_flag_flipped(room, plant):

@@ -58,8 +58,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.fault == "dies" and len(self.server.asked) > 1:
             self.close_connection = True
             return self.connection.close()
+        if self.server.fault == "stuck":
+            self.server.release.wait(20)
+        if self.server.fault == "slow":
+            time.sleep(0.8)
         last = (asked.get("input_ids") or asked["prompt"])[-1]
-        histogram = HISTOGRAMS[last]
+        histogram = HISTOGRAMS.get(last, HISTOGRAMS[0])
         with self.server.lock:
             self.server.drafts += sum(histogram)
             for i in range(3):
@@ -86,7 +90,7 @@ def start():
 
     def make(fault=None):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.fault, server.asked, server.lock = fault, [], threading.Lock()
+        server.fault, server.asked, server.lock, server.release = fault, [], threading.Lock(), threading.Event()
         server.drafts, server.positions = 0, [0, 0, 0]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         running.append(server)
@@ -139,6 +143,19 @@ def test_a_broken_server_is_named_in_time(start, fault, engine, words):
     with pytest.raises(DraftsmithError, match=words):
         ask(engine, url)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("fault", ["slow", "stuck"])
+def test_the_time_limit_is_one_for_all_requests(start, engine, fault):
+    """Each answer alone comes in time (slow) or never (stuck); together they take longer than is allowed."""
+    server, url = start(fault)
+    began = time.monotonic()
+    with pytest.raises(DraftsmithError, match=r"did not finish within 1\.5 seconds") as error:
+        ask(engine, url, limit=1.5, concurrency=1)
+    assert time.monotonic() - began < 3
+    assert "--timeout SECONDS" in str(error.value)
+    server.release.set()
 
 
 def test_nobody_at_the_address(start):

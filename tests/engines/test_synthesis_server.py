@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +12,9 @@ import pytest
 from draftsmith.configs.schema import RunConfig, load_config
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.synthesize import synthesize
+from tests.engines.vllm_server import vllm_server
 
 pytestmark = pytest.mark.engine
-REPOSITORY = Path(__file__).parents[2]
 PROMPTS = [
     {"id": "a", "prompt": "What is the capital of France?"},
     {"id": "b", "turns": ["Say hello.", "Now in German.", "And in one word?"]},
@@ -32,31 +26,9 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def server(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Base URL of one vLLM server for all tests of this file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "vllm.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [REPOSITORY / "scripts" / "serve_http_vllm.sh", target_folder, str(port), "--served-model-name", "smollm2"],
-            stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    try:
-        limit = time.monotonic() + 300
-        while True:
-            assert process.poll() is None and time.monotonic() < limit, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+    with vllm_server(target_folder, log, "--served-model-name", "smollm2") as url:
+        yield f"{url}/v1"
 
 
 @pytest.fixture(scope="module")

@@ -109,11 +109,18 @@ def test_a_step_stays_within_its_token_budget(copy):
     assert len(rows) > 5 and all(0 <= row["waiting"] <= 1 and row["mfu"] > 0 for row in rows)
 
 
-def make_loader(inputs, rank, processes, accumulation=1, **changes):
+def make_loader(inputs, rank, processes, accumulation=1, *, fill=True, **changes):
     settings = load_config_settings(changes)
     windows = plan_windows(inputs.train, 48, STEPS, "aligned")
     return Loader(
-        inputs.train, windows, settings, inputs.spec, rank=rank, processes=processes, accumulation=accumulation
+        inputs.train,
+        windows,
+        settings,
+        inputs.spec,
+        rank=rank,
+        processes=processes,
+        accumulation=accumulation,
+        fill=fill,
     )
 
 
@@ -138,6 +145,31 @@ def test_processes_take_equally_many_steps_and_every_label_once(inputs, processe
         assert together == labels[0]
         assert all(share[step].counts == single.counts and len(share[step].batches) == 2 for share in shares)
     assert sum(share[0].flops for share in shares) == pytest.approx(alone[0].flops, rel=0.05)
+
+
+def test_one_process_computes_nothing_for_micro_steps_without_a_window(copy, monkeypatch):
+    """Every step has fewer windows than micro-batches: passes are counted, and the steps are those of one micro-batch."""
+    from draftsmith.train.model import Drafter
+
+    passes, begin = [], Drafter.begin
+    monkeypatch.setattr(
+        Drafter, "begin", lambda self, taps, *rest: passes.append(len(taps)) or begin(self, taps, *rest)
+    )
+    settings = ["train.batch_tokens=48", "train.epochs=1", "train.evaluate_every=1000"]
+    curves = []
+    for accumulation in (1, 4):
+        config = load_config(copy(f"of-{accumulation}"), [*settings, f"train.accumulation={accumulation}"])
+        passes.clear()
+        train(config)
+        curves.append(losses(config))
+        steps = make_loader(read_inputs(config), 0, 1, accumulation, fill=False, batch_tokens=48, epochs=1).steps(0)
+        batches = [batch for share in steps for batch in share.batches]
+        needed = len(batches) - batches.count(None)
+        assert accumulation == 1 or batches.count(None) > needed
+        assert needed < len(passes) < needed + 5  # the evaluation at the end drafts too
+    assert [row[0] for row in curves[0]] == [row[0] for row in curves[1]]
+    for one, other_row in zip(*curves, strict=True):
+        assert one[1:] == pytest.approx(other_row[1:], rel=1e-5)
 
 
 def test_going_on_at_a_step_gives_the_shares_an_unbroken_loader_gives(inputs):

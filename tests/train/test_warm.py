@@ -13,6 +13,7 @@ from draftsmith.data.vocab import DraftVocab
 from draftsmith.train import checkpoint as saving
 from draftsmith.train.metrics import read_metrics
 from draftsmith.train.trainer import train
+from draftsmith.train.warm import contradictions
 
 STILL = ["train.epochs=1", "train.learning_rate=1e-12", "train.grad_clip=1e-6"]
 """Settings under which weights stay where they are."""
@@ -74,6 +75,45 @@ def test_contradicting_dimensions_and_other_targets_are_refused(trained, copy, t
     assert "drafter.head_dim=16" in str(error.value) and "fc_norm" not in str(error.value)
     with pytest.raises(DraftsmithError):
         train(load_config(copy("nothing"), [f"train.init_from={tmp_path / 'nowhere'}"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "theirs"),
+    [
+        ("vocab.size=300", "vocab.size=400"),
+        ("target.taps=[1,4,6]", "target.taps=[2, 4, 5]"),
+        ("drafter.intermediate_size=96", "drafter.intermediate_size="),
+        ("drafter.norm_output=true", "drafter.norm_output=False"),
+    ],
+)
+def test_each_setting_that_the_drafter_contradicts_is_refused_by_name(trained, copy, setting, theirs):
+    _, best = trained
+    file = copy("wrong")
+    config = load_config(file, [f"train.init_from={best}", setting])
+    config.vocab_file.unlink()  # nothing but the setting contradicts the drafter's vocabulary
+    with pytest.raises(DraftsmithError, match="other dimensions") as error:
+        train(config)
+    assert setting.replace(",", ", ").replace("true", "True") in str(error.value) and theirs in str(error.value)
+    assert not config.training.exists()
+
+
+def test_settings_that_only_a_new_drafter_heeds_are_named_as_idle(trained, copy, capsys):
+    _, best = trained
+    train(load_config(copy("idle"), [*STILL, f"train.init_from={best}", "train.head_init=random"]))
+    said = capsys.readouterr().err
+    assert "train.head_init=random" in said and str(best) in said and "layer_init" not in said
+    train(load_config(copy("silent"), [*STILL, f"train.init_from={best}"]))
+    assert "has no effect" not in capsys.readouterr().err
+
+
+def test_a_vocabulary_size_above_the_targets_means_all_of_it(trained, copy):
+    """vocab.size is capped, so that a drafter with the whole vocabulary contradicts no larger number."""
+    _, best = trained
+    spec, _ = saving.read_drafter_record(best)
+    whole = spec.model_copy(update={"draft_vocab_size": spec.vocab_size})
+    config = load_config(copy("capped"), ["vocab.size=100000"])
+    assert contradictions(config, whole) == []
+    assert contradictions(config, spec) == [("vocab.size", 400, 100_000)]
 
 
 def test_another_drafter_to_start_from_is_another_run(trained, copy):
