@@ -16,6 +16,7 @@ depend on how many processes wrote them.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
@@ -39,6 +40,9 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 RECORDS = "shard-*.json"
 """What says that a shard of an unfinished store is whole."""
+
+AXES = {"taps": "token, tap, hidden", "final": "token, hidden"}
+"""Written into every shard's header, so that no reader has to guess."""
 
 TOKENS = {"input_ids": "I32", "generated": "BOOL", "argmax": "I32"}
 """Tensors with one value a token, and their safetensors dtypes."""
@@ -319,6 +323,12 @@ class _LocalShard:
         return {name: self._handle.get_slice(name)[here] for name in names}
 
 
+def shard_note(provenance: Provenance) -> dict[str, Any]:
+    """What a shard's header says of its tensors beside their shapes."""
+    return {"axes": AXES, "codec": provenance.stored_in, "final": provenance.final_state,
+            "taps": list(provenance.taps), "tap_convention": provenance.tap_convention}  # fmt: skip
+
+
 def check_shards(folder: Path, shards: Sequence[Shard], provenance: Provenance) -> None:
     """`check_shard` for each; of shards on shared storage the sizes are compared, by one listing."""
     if provenance.location is None:
@@ -341,7 +351,8 @@ def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:
     """Compare a shard's size and header with the manifest; nothing but the header is read.
 
     Raises:
-        DraftsmithError: the shard is missing, has another size, or a tensor is missing or has another dtype or shape.
+        DraftsmithError: the shard is missing, has another size, a tensor is missing or has another dtype or shape, or
+            the header calls axes or taps by other names.
     """
     if provenance.location is not None:
         check_shards(folder, [shard], provenance)
@@ -374,3 +385,12 @@ def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:
                 expected=expected,
                 mend=mend,
             )
+    with safe_open(file, framework="pt") as handle:
+        said = json.loads((handle.metadata() or {}).get("draftsmith", "{}"))
+    wanted = shard_note(provenance)
+    for name, value in said.items():
+        if name in wanted and value != wanted[name]:
+            raise DraftsmithError(
+                f"the header of a shard speaks of other {name} than the manifest", where=file, found=value,
+                expected=wanted[name], mend=mend,
+            )  # fmt: skip

@@ -62,25 +62,28 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
         share: this process's number on its machine and how many there are: each takes its part of the accelerators.
 
     Raises:
-        DraftsmithError: transformers cannot load the folder, or its trunk has no layers and final norm where expected.
+        DraftsmithError: transformers cannot load the folder, makes up a weight that its files lack, or its trunk has no layers and final norm where expected.
     """
     import torch
     from transformers import logging
 
     logging.disable_progress_bar()
     try:
-        model = _model_class(section).from_pretrained(
+        model, loading = _model_class(section).from_pretrained(
             section.path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below, where transformers would refer to a table that it printed
             dtype=getattr(torch, dtype),
             trust_remote_code=section.trust_remote_code,
             **_placement(section, torch.cuda.device_count(), *share),
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise DraftsmithError(
             f"transformers cannot load the target: {error}",
             where=section.path,
             mend="check the folder's files; set target.trust_remote_code=true only if you trust the code it ships",
         ) from error
+    _refuse_made_up(section.path, loading)
     model.eval().requires_grad_(False)
     trunk, head = model.get_decoder(), model.get_output_embeddings()
     parts = {
@@ -106,6 +109,21 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
         dtype=getattr(torch, dtype),
         cache_argument="cache" if "cache" in names else "past_key_values",
     )
+
+
+def _refuse_made_up(path: Path, loading: dict[str, Any]) -> None:
+    """transformers fills a weight that the files lack, or have in another shape, at random: it would be another model."""
+    faults = {name: "no such tensor" for name in loading["missing_keys"]}
+    shapes = {}
+    for name, found, expected in loading["mismatched_keys"]:
+        faults[name], shapes[name] = str(tuple(found)), str(tuple(expected))
+    if faults:
+        first = min(faults)
+        more = f" and {len(faults) - 1:,} more" if faults.keys() - {first} else ""
+        raise DraftsmithError(
+            f"the target's files do not have the weight {first}{more}", where=path, found=faults[first],
+            expected=shapes.get(first), mend="fetch the target's files again; config.json and weights must be of one model",
+        )  # fmt: skip
 
 
 def _model_class(section: TargetSection) -> Any:

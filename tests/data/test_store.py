@@ -177,6 +177,22 @@ def test_swapped_axes_are_named(store: Path) -> None:
         HarvestReader(store)
 
 
+def test_axes_or_taps_that_sizes_alone_do_not_tell_are_read_in_the_header(store: Path) -> None:
+    """Three tokens under three taps: turned round, the tensor has the same shape; other taps have it in any case."""
+    shard = store / "shard-00001.safetensors"
+    content = shard.read_bytes()
+    for before, after, found in (
+        ('token, tap, hidden', 'tap, token, hidden', "tap, token, hidden"),
+        ('\\"taps\\": [2, 4, 5]', '\\"taps\\": [3, 4, 5]', r"\[3, 4, 5\]"),
+    ):  # fmt: skip
+        assert content.count(before.encode()) == 1
+        shard.write_bytes(content.replace(before.encode(), after.encode()))
+        with pytest.raises(DraftsmithError, match=rf"shard-00001(.|\n)*{found}"):
+            HarvestReader(store)
+    shard.write_bytes(content)
+    HarvestReader(store)
+
+
 def test_another_schema_version_is_named(store: Path) -> None:
     manifest = json.loads((store / "manifest.json").read_text()) | {"schema_version": 2}
     (store / "manifest.json").write_text(json.dumps(manifest))
