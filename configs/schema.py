@@ -126,14 +126,15 @@ class SynthesizeSection(Section):
 class HarvestSection(Section):
     """The target's hidden states over the conversations, written to a store."""
 
-    backend: Literal["transformers", "vllm"] = Field(
-        default="transformers", description="what holds the target; vllm: the engine, in a process of its own"
+    backend: Literal["transformers", "vllm", "sglang"] = Field(
+        default="transformers", description="what holds the target; vllm, sglang: the engine, in a process of its own"
     )
     engine_python: HomePath | None = Field(
         default=None, description="the engine's Python or virtual environment; none: as `verify --engine` finds it"
     )
     engine_options: dict[str, JsonValue] = Field(
-        default={}, description="handed to vllm.LLM: {tensor_parallel_size: 8, trust_remote_code: true}"
+        default={},
+        description="handed to vllm.LLM ({tensor_parallel_size: 8, trust_remote_code: true}) or sglang.Engine ({tp_size: 8})",
     )
     batch_tokens: int = Field(default=8192, gt=0, description="tokens in one forward pass, padding included")
     chunk_tokens: int | None = Field(

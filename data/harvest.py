@@ -222,7 +222,7 @@ def _check_engine(target: Target, rank: Rank) -> None:
     if rank.count > 1:
         raise DraftsmithError(
             "an engine holds the target for one process", where="harvest.backend", found=f"{rank.count} processes",
-            mend="draftsmith harvest CONFIG without a launcher; harvest.engine_options={tensor_parallel_size: N}",
+            mend="draftsmith harvest CONFIG without a launcher; harvest.engine_options={tensor_parallel_size: N} (SGLang: tp_size)",
         )  # fmt: skip
     if whole_pass_only(target):
         raise DraftsmithError(

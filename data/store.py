@@ -85,7 +85,9 @@ class Provenance(BaseModel):
     hidden_size: int
     vocab_size: int
     computed_in: str = Field(description="dtype of the target while harvesting")
-    computed_by: Literal["transformers", "vllm"] = Field(default="transformers", description="what held the target")
+    computed_by: Literal["transformers", "vllm", "sglang"] = Field(
+        default="transformers", description="what held the target"
+    )
     stored_in: Codec = Field(default="bfloat16", description="codec of the states")
     source: str = Field(description="sha256 of the conversations file")
     planned: int = Field(description="conversations of the finished store")
