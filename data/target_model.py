@@ -15,6 +15,7 @@ from draftsmith.configs.files import sha256_json
 from draftsmith.configs.schema import RunConfig, Split, TargetSection
 from draftsmith.configs.target import Target
 from draftsmith.data.chat import ChatFormat
+from draftsmith.data.quantised import loading_arguments, method, refuse_unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -65,25 +66,30 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
         DraftsmithError: transformers cannot load the folder, makes up a weight that its files lack, or its trunk has no layers and final norm where expected.
     """
     import torch
-    from transformers import logging
+    from transformers import AutoConfig, logging
 
     logging.disable_progress_bar()
+    config = None
     try:
-        model, loading = _model_class(section).from_pretrained(
+        config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
+        model, loading = _model_class(config).from_pretrained(
             section.path,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named below, where transformers would refer to a table that it printed
             dtype=getattr(torch, dtype),
             trust_remote_code=section.trust_remote_code,
+            **loading_arguments(config),
             **_placement(section, torch.cuda.device_count(), *share),
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if config is not None:
+            refuse_unreadable(section, config, error)
         raise DraftsmithError(
             f"transformers cannot load the target: {error}",
             where=section.path,
             mend="check the folder's files; set target.trust_remote_code=true only if you trust the code it ships",
         ) from error
-    _refuse_made_up(section.path, loading)
+    _refuse_made_up(section.path, loading, method(config))
     model.eval().requires_grad_(False)
     trunk, head = model.get_decoder(), model.get_output_embeddings()
     parts = {
@@ -111,7 +117,7 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
     )
 
 
-def _refuse_made_up(path: Path, loading: dict[str, Any]) -> None:
+def _refuse_made_up(path: Path, loading: dict[str, Any], quantisation: str | None) -> None:
     """transformers fills a weight that the files lack, or have in another shape, at random: it would be another model."""
     faults = {name: "no such tensor" for name in loading["missing_keys"]}
     shapes = {}
@@ -120,21 +126,25 @@ def _refuse_made_up(path: Path, loading: dict[str, Any]) -> None:
     if faults:
         first = min(faults)
         more = f" and {len(faults) - 1:,} more" if faults.keys() - {first} else ""
+        cause = "config.json and weights must be of one model"
+        if quantisation is not None:
+            cause += (
+                f", and transformers must read this quantisation ({quantisation}); harvest.backend=vllm or sglang may"
+            )
         raise DraftsmithError(
             f"the target's files do not have the weight {first}{more}", where=path, found=faults[first],
-            expected=shapes.get(first), mend="fetch the target's files again; config.json and weights must be of one model",
+            expected=shapes.get(first), mend=f"fetch the target's files again; {cause}",
         )  # fmt: skip
 
 
-def _model_class(section: TargetSection) -> Any:
+def _model_class(config: Any) -> Any:
     """The class of transformers that reads the target with its head."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
 
-    config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
     only_pictures = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     )
