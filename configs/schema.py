@@ -143,6 +143,10 @@ class HarvestSection(Section):
         description="a conversation longer than this runs in pieces with a cache; none: one longer than batch_tokens does",
     )
     workers: int = Field(default=1, gt=0, description="processes that run batches side by side and share the threads")
+    tensor_parallel: bool = Field(
+        default=False,
+        description="the processes of `accelerate launch` hold one target together, a slice of every product each",
+    )
     max_length: int | None = Field(
         default=None, gt=0, description="conversations are cut here; none: the target's context"
     )
@@ -159,6 +163,10 @@ class HarvestSection(Section):
     def _one_engine(self) -> HarvestSection:
         if self.backend != "transformers" and self.workers != 1:
             raise ValueError("an engine shares the machine out by itself: workers=1")
+        if self.tensor_parallel and (self.backend != "transformers" or self.workers != 1):
+            raise ValueError(
+                "tensor_parallel is for backend=transformers with workers=1; an engine's is in engine_options"
+            )
         return self
 
 

@@ -88,6 +88,7 @@ class Provenance(BaseModel):
     computed_by: Literal["transformers", "vllm", "sglang"] = Field(
         default="transformers", description="what held the target"
     )
+    computed_over: int = Field(default=1, description="processes that held the target together, a slice of it each")
     stored_in: Codec = Field(default="bfloat16", description="codec of the states")
     source: str = Field(description="sha256 of the conversations file")
     planned: int = Field(description="conversations of the finished store")

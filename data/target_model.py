@@ -16,6 +16,7 @@ from draftsmith.configs.schema import RunConfig, Split, TargetSection
 from draftsmith.configs.target import Target
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.quantised import loading_arguments, method, refuse_unreadable
+from draftsmith.data.slices import refuse_whole, slicing
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,9 @@ def split_dtype(config: RunConfig, split: Split, target: Target) -> str:
     return target.dtype.removeprefix("torch.") if name == "auto" else name
 
 
-def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = (0, 1)) -> LoadedTarget:
+def load_target(
+    section: TargetSection, dtype: str, *, share: tuple[int, int] = (0, 1), together: int = 1
+) -> LoadedTarget:
     """Load the weights: on the accelerators where there are any (spread over them), otherwise on the CPU.
 
     A quantised target loads as its config.json says. Of a model that sees pictures too, the language model runs.
@@ -61,6 +64,7 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
     Args:
         dtype: `bfloat16`, `float16` or `float32`.
         share: this process's number on its machine and how many there are: each takes its part of the accelerators.
+        together: so many processes, all there are, hold the target together: see data/slices.py.
 
     Raises:
         DraftsmithError: transformers cannot load the folder, makes up a weight that its files lack, or its trunk has no layers and final norm where expected.
@@ -79,7 +83,11 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
             dtype=getattr(torch, dtype),
             trust_remote_code=section.trust_remote_code,
             **loading_arguments(config),
-            **_placement(section, torch.cuda.device_count(), *share),
+            **(
+                slicing(section, config, together)
+                if together > 1
+                else _placement(section, torch.cuda.device_count(), *share)
+            ),
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         if config is not None:
@@ -90,6 +98,8 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
             mend="check the folder's files; set target.trust_remote_code=true only if you trust the code it ships",
         ) from error
     _refuse_made_up(section.path, loading, method(config))
+    if together > 1:
+        refuse_whole(section, model)
     model.eval().requires_grad_(False)
     trunk, head = model.get_decoder(), model.get_output_embeddings()
     parts = {
