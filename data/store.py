@@ -35,6 +35,7 @@ from draftsmith.configs.files import read_json, sha256_file
 from draftsmith.configs.target import read_header
 from draftsmith.data.codec import Codec, decode, layout
 from draftsmith.data.remote_shards import RemoteFolder, RemoteShard
+from draftsmith.data.shard_rows import LocalShard, ShardRows
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -214,7 +215,7 @@ class HarvestReader:
             for shard in self.manifest.shards
             for start in list(accumulate((one.length for one in shard.conversations), initial=0))[:-1]
         ]
-        self._handles: dict[int, _LocalShard | RemoteShard] = {}
+        self._handles: dict[int, ShardRows] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -298,32 +299,21 @@ class HarvestReader:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files stay behind when a reader is sent to a worker process."""
+        """Shards' headers stay behind when a reader is sent to a worker process."""
         return self.__dict__ | {"_handles": {}}
 
-    def _locate(self, index: int) -> tuple[_LocalShard | RemoteShard, int, int]:
+    def _locate(self, index: int) -> tuple[ShardRows, int, int]:
         number = bisect_right(self._firsts, index) - 1
         start = self._starts[index]
         return self._open(number), start, start + self.lengths[index]
 
-    def _open(self, number: int) -> _LocalShard | RemoteShard:
+    def _open(self, number: int) -> ShardRows:
         if number not in self._handles:
             name, location = self.manifest.shards[number].file, self.manifest.location
             self._handles[number] = (
-                _LocalShard(self.path / name) if location is None else RemoteShard(RemoteFolder(location), name)
+                LocalShard(self.path / name) if location is None else RemoteShard(RemoteFolder(location), name)
             )
         return self._handles[number]
-
-
-class _LocalShard:
-    """A shard's file, mapped into memory."""
-
-    def __init__(self, file: Path) -> None:
-        self._handle = safe_open(file, framework="pt")
-
-    def rows(self, names: Sequence[str], here: slice) -> dict[str, torch.Tensor]:
-        """Rows of several tensors."""
-        return {name: self._handle.get_slice(name)[here] for name in names}
 
 
 def shard_note(provenance: Provenance) -> dict[str, Any]:

@@ -231,6 +231,20 @@ def test_rows_that_do_not_fit_or_are_not_finite_are_refused(
         writer.append(replace(ITEMS[0], **change(ITEMS[0])))
 
 
+def test_a_shard_that_gets_shorter_or_goes_while_it_is_read_is_named(store: Path) -> None:
+    reader = HarvestReader(store)
+    index = next(n for n in range(len(reader)) if reader._locate(n)[0] is reader._open(1))
+    reader[index]
+    shard = store / "shard-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DraftsmithError, match=r"shorter since(.|\n)*shard-00001"):
+        reader[index]
+    shard.unlink()
+    with pytest.raises(DraftsmithError, match=r"cannot be read: No such file(.|\n)*shard-00001"):
+        reader[index]
+
+
 def test_a_reader_can_be_sent_to_a_worker(store: Path) -> None:
     reader = HarvestReader(store)
     reader[0]
