@@ -133,14 +133,15 @@ class SynthesizeSection(Section):
 class HarvestSection(Section):
     """The target's hidden states over the conversations, written to a store."""
 
-    backend: Literal["transformers", "vllm"] = Field(
-        default="transformers", description="what holds the target; vllm: the engine, in a process of its own"
+    backend: Literal["transformers", "vllm", "sglang"] = Field(
+        default="transformers", description="what holds the target; vllm, sglang: the engine, in a process of its own"
     )
     engine_python: HomePath | None = Field(
         default=None, description="the engine's Python or virtual environment; none: as `verify --engine` finds it"
     )
     engine_options: dict[str, JsonValue] = Field(
-        default={}, description="handed to vllm.LLM: {tensor_parallel_size: 8, trust_remote_code: true}"
+        default={},
+        description="handed to vllm.LLM ({tensor_parallel_size: 8, trust_remote_code: true}) or sglang.Engine ({tp_size: 8})",
     )
     batch_tokens: int = Field(default=8192, gt=0, description="tokens in one forward pass, padding included")
     chunk_tokens: int | None = Field(
@@ -149,6 +150,10 @@ class HarvestSection(Section):
         description="a conversation longer than this runs in pieces with a cache; none: one longer than batch_tokens does",
     )
     workers: int = Field(default=1, gt=0, description="processes that run batches side by side and share the threads")
+    tensor_parallel: bool = Field(
+        default=False,
+        description="the processes of `accelerate launch` hold one target together, a slice of every product each",
+    )
     max_length: int | None = Field(
         default=None, gt=0, description="conversations are cut here; none: the target's context"
     )
@@ -165,6 +170,10 @@ class HarvestSection(Section):
     def _one_engine(self) -> HarvestSection:
         if self.backend != "transformers" and self.workers != 1:
             raise ValueError("an engine shares the machine out by itself: workers=1")
+        if self.tensor_parallel and (self.backend != "transformers" or self.workers != 1):
+            raise ValueError(
+                "tensor_parallel is for backend=transformers with workers=1; an engine's is in engine_options"
+            )
         return self
 
 

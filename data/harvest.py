@@ -45,7 +45,8 @@ def harvest(config: RunConfig, split: Split) -> Path:
         DraftsmithError: conversations missing, unfinished or from another target; a store there that was harvested
             otherwise or is being written; taps that the target does not have; states that are not finite or repeat.
     """
-    target, rank = read_target(config.target.path), this_rank()
+    target, rank = read_target(config.target.path), this_rank(products=config.harvest.tensor_parallel)
+    together = rank.count if config.harvest.tensor_parallel else 1
     path = config.store(split)
     taps = config.target.taps or default_taps(target.num_layers)
     _check_taps(taps, target)
@@ -61,6 +62,7 @@ def harvest(config: RunConfig, split: Split) -> Path:
         vocab_size=target.vocab_size,
         computed_in=split_dtype(config, split, target),
         computed_by=config.harvest.backend,
+        computed_over=together,
         stored_in=CODECS[config.harvest.codec],
         source=sha256_file(config.conversations(split)),
         planned=len(conversations),
@@ -80,14 +82,18 @@ def harvest(config: RunConfig, split: Split) -> Path:
             console.print(
                 f"harvest {split}: {todo:,} of {len(conversations):,} conversations, "
                 f"taps {', '.join(map(str, taps))} of {target.num_layers} layers, {provenance.computed_in}, "
-                f"stored in {provenance.stored_in}" + (f", {rank.count} processes" if rank.count > 1 else "")
+                f"stored in {provenance.stored_in}"
+                + (f", {rank.count} processes" if rank.count > 1 else "")
+                + (" with one target" if together > 1 else "")
             )
-            if len(shards) < rank.count:
+            if together == 1 and len(shards) < rank.count:
                 warn(
                     f"{len(shards)} shards for {rank.count} processes: some have nothing to do "
                     "(a smaller harvest.shard_tokens makes more shards)"
                 )
-        work.run(writer, shards[rank.index :: rank.count])
+        work.run(writer, shards if together > 1 else shards[rank.index :: rank.count])
+    if together > 1 and rank.index > 0:
+        return path
     _report(config, split, work)
     return path
 
@@ -150,7 +156,11 @@ class _Work:
                     pieces.append([self._piece(number, index) for index in batch])
                     yield Task([piece.ids for piece in pieces[-1]], [piece.wanted for piece in pieces[-1]])
 
-        total = int(self.lengths.sum()) // self._rank.count
+        if self.provenance.computed_over > 1 and self._rank.index > 0:  # its part of every product, and nothing else
+            with self._blocks(tasks(), sum(map(len, batches.values()))) as blocks:
+                deque(blocks, maxlen=0)
+            return
+        total = int(self.lengths.sum()) * self.provenance.computed_over // self._rank.count
         done = total - int(sum(self.lengths[index] for number in numbers for index in self.shards[number]))
         count = sum(map(len, batches.values()))
         with (
@@ -174,7 +184,7 @@ class _Work:
         if section.backend == "transformers" or not count:
             arguments = (
                 self._config.target, about.computed_in, about.taps, about.stored_in, self._chunk,
-                (self._rank.local_index, self._rank.local_count),
+                (self._rank.local_index, self._rank.local_count), about.computed_over,
             )  # fmt: skip
             yield side_by_side(_prepare, arguments, tasks, min(section.workers, count), setting="harvest.workers")
             return
@@ -202,9 +212,10 @@ def whole_pass_only(target: Target) -> bool:
 
 
 def _prepare(
-    section: TargetSection, dtype: str, taps: tuple[int, ...], codec: Codec, chunk: int | None, share: tuple[int, int]
-) -> Callable[[Task], Block]:
-    return Trunk(load_target(section, dtype, share=share), taps, codec, chunk).run
+    section: TargetSection, dtype: str, taps: tuple[int, ...], codec: Codec, chunk: int | None, share: tuple[int, int],
+    together: int,
+) -> Callable[[Task], Block]:  # fmt: skip
+    return Trunk(load_target(section, dtype, share=share, together=together), taps, codec, chunk).run
 
 
 def _check_taps(taps: Sequence[int], target: Target) -> None:
@@ -222,7 +233,7 @@ def _check_engine(target: Target, rank: Rank) -> None:
     if rank.count > 1:
         raise DraftsmithError(
             "an engine holds the target for one process", where="harvest.backend", found=f"{rank.count} processes",
-            mend="draftsmith harvest CONFIG without a launcher; harvest.engine_options={tensor_parallel_size: N}",
+            mend="draftsmith harvest CONFIG without a launcher; harvest.engine_options={tensor_parallel_size: N} (SGLang: tp_size)",
         )  # fmt: skip
     if whole_pass_only(target):
         raise DraftsmithError(

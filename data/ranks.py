@@ -1,7 +1,8 @@
 """Which of the processes that `accelerate launch` started this one is, and what rank 0 tells the others.
 
 The processes of a harvest exchange one small object when a store is opened and nothing afterwards, so that a slow or
-dead one holds nobody up; gloo carries it, on GPU machines too.
+dead one holds nobody up; gloo carries it, on GPU machines too. Only where they hold one target together do they exchange
+parts of its products all the time.
 """
 
 from __future__ import annotations
@@ -54,12 +55,18 @@ class Rank:
         return shared[0]
 
 
-def this_rank() -> Rank:
-    """This process's rank; without a launcher the only one."""
+def this_rank(*, products: bool = False) -> Rank:
+    """This process's rank; without a launcher the only one. With `products` they will exchange those, on GPUs by NCCL."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Rank()
     from accelerate import PartialState
 
+    if products:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.distributed.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)
     state = PartialState(cpu=True, timeout=PATIENCE)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Rank(state.process_index, state.num_processes, state.local_process_index, local)

@@ -6,8 +6,6 @@ whole when its record, which stays in the local folder of the store, says so; th
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,11 +15,7 @@ from typing import Any
 import torch
 
 from draftsmith.configs.errors import DraftsmithError
-
-DTYPES = {
-    "I64": torch.int64, "I32": torch.int32, "F32": torch.float32, "BF16": torch.bfloat16, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8,
-}  # fmt: skip
+from draftsmith.data.shard_rows import ShardRows
 
 LOGIN = (
     "check the address and the credentials in the environment (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
@@ -95,30 +89,15 @@ class RemoteFolder:
             ) from error  # fmt: skip
 
 
-class RemoteShard:
-    """One shard there, read like an opened safetensors file."""
+class RemoteShard(ShardRows):
+    """One shard there; all spans of a read come in one round trip."""
 
     def __init__(self, folder: RemoteFolder, name: str) -> None:
         self._folder, self._name = folder, name
 
-    @cached_property
-    def _header(self) -> tuple[int, dict[str, Any]]:
-        (start,) = self._folder.ranges(self._name, [(0, 8)])
-        (length,) = struct.unpack("<Q", start)
-        (head,) = self._folder.ranges(self._name, [(8, 8 + length)])
-        return 8 + length, json.loads(head)
-
-    def rows(self, names: Sequence[str], here: slice) -> dict[str, torch.Tensor]:
-        """Rows of several tensors, in one round trip."""
-        base, header = self._header
-        spans = []
-        for name in names:
-            first, last = header[name]["data_offsets"]
-            width = (last - first) // max(1, header[name]["shape"][0])
-            spans.append((base + first + here.start * width, base + first + here.stop * width))
-        return {
-            name: torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            .view(DTYPES[header[name]["dtype"]])
-            .reshape(here.stop - here.start, *header[name]["shape"][1:])
-            for name, data in zip(names, self._folder.ranges(self._name, spans), strict=True)
-        }
+    def _bytes(self, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        found = self._folder.ranges(self._name, list(spans))
+        return [
+            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            for data in found
+        ]

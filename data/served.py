@@ -1,9 +1,10 @@
 """A target that an engine holds: hidden states come from its process, in files, task by task.
 
-The engine runs under its own Python (scripts/engines/harvest_vllm.py) and is asked for layers by number. Ours are
-layer-input indices, vLLM's are the same; the last of vLLM's, the number of layers, leaves the last layer before the final
-norm, which is applied here. Every sequence comes back with its token ids and the token that the engine itself chose
-after it: ids, rows and shapes must be exact, and the head here must mostly choose that token too.
+The engine runs under its own Python (scripts/engines/harvest_vllm.py, harvest_sglang.py) and is asked for layers by
+number, layer-input indices as ours. Behind them stands what the head gets: of SGLang the final state itself; of vLLM what
+leaves the last layer, asked for as the number of layers, and the final norm is applied here. Every sequence comes back
+with its token ids and the token that the engine itself chose after it: ids, rows and shapes must be exact, and the head
+here must mostly choose that token too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import torch
@@ -34,12 +35,17 @@ from draftsmith.data.rows import RowSource
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }  # fmt: skip
 DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
 """Environment of the engine where the user's own says nothing else."""
 
 START_LIMIT, TASK_LIMIT = 3600.0, 3600.0
 """Seconds for an engine to be ready, and for one batch."""
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+CALLS = {"vllm": "vllm.LLM", "sglang": "sglang.Engine"}
+"""What harvest.engine_options reaches."""
 
 ENOUGH = 4
 """Sequences after which the engine's next tokens tell whether its states and our head belong together."""
@@ -56,19 +62,20 @@ class EngineProcess:
     """
 
     def __init__(self, section: HarvestSection, job: dict[str, Any], scratch: Path) -> None:
-        python, looked = find_python("vllm", section.engine_python)
+        self.name: Literal["vllm", "sglang"] = "sglang" if section.backend == "sglang" else "vllm"
+        python, looked = find_python(self.name, section.engine_python)
         if python is None:
             raise DraftsmithError(
-                "no Python with vLLM is there", where="harvest.engine_python", found=", ".join(looked),
-                mend="scripts/setup_engine.sh vllm, or name one: harvest.engine_python=/path/to/venv",
+                f"no Python with {NAMES[self.name]} is there", where="harvest.engine_python", found=", ".join(looked),
+                mend=f"scripts/setup_engine.sh {self.name}, or name one: harvest.engine_python=/path/to/venv",
             )  # fmt: skip
         engines = Path(draftsmith.__file__).resolve().parent / "engines"
         self._log = scratch / "engine.log"
         file = scratch / "job.json"
         file.write_text(json.dumps({**job, "folder": str(scratch / "states"), "log": str(self._log)}))
-        environment = DEFAULTS | dict(os.environ) | ENVIRONMENT | {"PYTHONPATH": str(engines.resolve())}
+        environment = DEFAULTS | dict(os.environ) | ENVIRONMENT | _paths(self.name, engines)
         self._process = subprocess.Popen(
-            [str(python), str(engines / "harvest_vllm.py"), str(file)], env=environment, text=True,
+            [str(python), str(engines / f"harvest_{self.name}.py"), str(file)], env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -119,18 +126,26 @@ class EngineProcess:
     def _fault(self, problem: str) -> DraftsmithError:
         said = self._log.read_text(errors="replace").strip().splitlines()[-12:] if self._log.is_file() else []
         return DraftsmithError(
-            problem, where="harvest.backend=vllm", found="\n    ".join(["it last said:", *said]) if said else None,
-            mend="harvest.engine_options={...} reaches vllm.LLM; harvest.backend=transformers needs no engine",
+            problem, where=f"harvest.backend={self.name}",
+            found="\n    ".join(["it last said:", *said]) if said else None,
+            mend=f"harvest.engine_options={{...}} reaches {CALLS[self.name]}; harvest.backend=transformers needs no engine",
         )  # fmt: skip
 
 
+def _paths(engine: str, engines: Path) -> dict[str, str]:
+    """The engine's modules of ours; without a GPU SGLang runs on operators of ours too."""
+    if engine == "sglang" and not torch.cuda.is_available():
+        return {"PYTHONPATH": f"{engines / 'sglang_cpu'}{os.pathsep}{engines}", "SGLANG_USE_CPU_ENGINE": "1"}
+    return {"PYTHONPATH": str(engines)}
+
+
 class ServedTarget(RowSource):
-    """States of a target that vLLM holds.
+    """States of a target that an engine holds.
 
     Args:
         target: its files; final norm and head are read from them.
         taps: layer-input indices.
-        process: an engine that computes these taps, ascending, and what leaves the last layer.
+        process: an engine that computes these taps, ascending, and what the head gets or, of vLLM, the final norm.
     """
 
     def __init__(self, target: Target, taps: Sequence[int], codec: Codec, dtype: str, process: EngineProcess) -> None:
@@ -153,7 +168,9 @@ class ServedTarget(RowSource):
         answers = self._process.compute([row.tolist() for row in rows])
         parts = [self._read(file, row) for (file, _), row in zip(answers, rows, strict=True)]
         taps = torch.cat([part[:, :-1] for part in parts]).to(self.device)
-        final = self._normed(torch.cat([part[:, -1] for part in parts]).to(self.device))
+        final = torch.cat([part[:, -1] for part in parts]).to(self.device)
+        if self._process.name == "vllm":
+            final = self._normed(final)
         self._compare(final, np.cumsum([len(row) for row in rows]) - 1, [token for _, token in answers])
         return taps, final
 
@@ -184,7 +201,7 @@ class ServedTarget(RowSource):
         if self._asked >= ENOUGH and 2 * self._agreed < self._asked:
             raise DraftsmithError(
                 "the engine goes on with other tokens than its own states say under the target's norm and head",
-                where="harvest.backend=vllm",
+                where=f"harvest.backend={self._process.name}",
                 found=f"{self._agreed} of {self._asked} sequences agree",
                 expected="nearly all: the target's files are other ones than the engine serves, or its final norm is "
                 "of another kind",
@@ -199,15 +216,24 @@ def served_target(
     """An engine that holds the target while the block runs; `longest` is the most tokens of a sequence.
 
     Raises:
-        DraftsmithError: the target's final norm is of a kind that is not known here, or the engine does not start.
+        DraftsmithError: vLLM, and the target's final norm is of a kind that is not known here; SGLang, and the embedding is
+            to be tapped; or the engine does not start.
     """
-    if any(kind in target.model_type or kind in target.architecture.lower() for kind in PLAIN_NORM_ONLY):
+    if section.backend == "sglang" and 0 in taps:
+        raise DraftsmithError(
+            "SGLang hands out what leaves a layer, and nothing leaves one before layer 0", where="target.taps",
+            found=list(taps), expected="taps from 1 on", mend="harvest.backend=vllm or transformers, or other taps",
+        )  # fmt: skip
+    if section.backend == "vllm" and any(
+        kind in target.model_type or kind in target.architecture.lower() for kind in PLAIN_NORM_ONLY
+    ):
         raise DraftsmithError(
             "the final norm of this target is not applied to an engine's states", where="harvest.backend",
             found=target.architecture, mend="harvest.backend=transformers",
         )  # fmt: skip
+    layers = [*taps, target.num_layers] if section.backend == "vllm" else list(taps)
     job = {
-        "target": str(target.path.resolve()), "dtype": dtype, "layers": [*taps, target.num_layers], "longest": longest,
+        "target": str(target.path.resolve()), "dtype": dtype, "layers": layers, "longest": longest,
         "batch_tokens": section.batch_tokens, "options": section.engine_options,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="draftsmith-harvest-") as scratch:

@@ -21,10 +21,7 @@ import numpy as np
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import atomic_file, sha256_file
 from draftsmith.data.codec import layout
-from draftsmith.data.store import TOKENS, Provenance, Shard, StoredConversation
-
-AXES = {"taps": "token, tap, hidden", "final": "token, hidden"}
-"""Written into every shard's header, so that no reader has to guess."""
+from draftsmith.data.store import TOKENS, Provenance, Shard, StoredConversation, shard_note
 
 TOKEN_DTYPES = {"I32": np.dtype("<i4"), "BOOL": np.dtype("?")}
 
@@ -51,9 +48,7 @@ class ShardFile:
         widths |= {name: one.dtype.itemsize * int(np.prod(one.shape)) for name, one in states.items()}
         shapes["offsets"], sizes = ("I64", [len(lengths) + 1]), {name: rows * width for name, width in widths.items()}
         sizes["offsets"] = 8 * (len(lengths) + 1)
-        note = {"axes": AXES, "codec": provenance.stored_in, "final": provenance.final_state,
-                "taps": list(provenance.taps), "tap_convention": provenance.tap_convention}  # fmt: skip
-        header: dict[str, Any] = {"__metadata__": {"draftsmith": json.dumps(note, sort_keys=True)}}
+        header: dict[str, Any] = {"__metadata__": {"draftsmith": json.dumps(shard_note(provenance), sort_keys=True)}}
         place, self._widths, self._places = 0, widths, {}
         for name in sorted(shapes, key=lambda one: (-_alignment(shapes[one][0]), one)):
             code, shape = shapes[name]

@@ -16,6 +16,7 @@ depend on how many processes wrote them.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
@@ -34,11 +35,15 @@ from draftsmith.configs.files import read_json, sha256_file
 from draftsmith.configs.target import read_header
 from draftsmith.data.codec import Codec, decode, layout
 from draftsmith.data.remote_shards import RemoteFolder, RemoteShard
+from draftsmith.data.shard_rows import LocalShard, ShardRows
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 RECORDS = "shard-*.json"
 """What says that a shard of an unfinished store is whole."""
+
+AXES = {"taps": "token, tap, hidden", "final": "token, hidden"}
+"""Written into every shard's header, so that no reader has to guess."""
 
 TOKENS = {"input_ids": "I32", "generated": "BOOL", "argmax": "I32"}
 """Tensors with one value a token, and their safetensors dtypes."""
@@ -82,7 +87,10 @@ class Provenance(BaseModel):
     hidden_size: int
     vocab_size: int
     computed_in: str = Field(description="dtype of the target while harvesting")
-    computed_by: Literal["transformers", "vllm"] = Field(default="transformers", description="what held the target")
+    computed_by: Literal["transformers", "vllm", "sglang"] = Field(
+        default="transformers", description="what held the target"
+    )
+    computed_over: int = Field(default=1, description="processes that held the target together, a slice of it each")
     stored_in: Codec = Field(default="bfloat16", description="codec of the states")
     source: str = Field(description="sha256 of the conversations file")
     planned: int = Field(description="conversations of the finished store")
@@ -209,7 +217,7 @@ class HarvestReader:
             for shard in self.manifest.shards
             for start in list(accumulate((one.length for one in shard.conversations), initial=0))[:-1]
         ]
-        self._handles: dict[int, _LocalShard | RemoteShard] = {}
+        self._handles: dict[int, ShardRows] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -294,32 +302,27 @@ class HarvestReader:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files stay behind when a reader is sent to a worker process."""
+        """Shards' headers stay behind when a reader is sent to a worker process."""
         return self.__dict__ | {"_handles": {}}
 
-    def _locate(self, index: int) -> tuple[_LocalShard | RemoteShard, int, int]:
+    def _locate(self, index: int) -> tuple[ShardRows, int, int]:
         number = bisect_right(self._firsts, index) - 1
         start = self._starts[index]
         return self._open(number), start, start + self.lengths[index]
 
-    def _open(self, number: int) -> _LocalShard | RemoteShard:
+    def _open(self, number: int) -> ShardRows:
         if number not in self._handles:
             name, location = self.manifest.shards[number].file, self.manifest.location
             self._handles[number] = (
-                _LocalShard(self.path / name) if location is None else RemoteShard(RemoteFolder(location), name)
+                LocalShard(self.path / name) if location is None else RemoteShard(RemoteFolder(location), name)
             )
         return self._handles[number]
 
 
-class _LocalShard:
-    """A shard's file, mapped into memory."""
-
-    def __init__(self, file: Path) -> None:
-        self._handle = safe_open(file, framework="pt")
-
-    def rows(self, names: Sequence[str], here: slice) -> dict[str, torch.Tensor]:
-        """Rows of several tensors."""
-        return {name: self._handle.get_slice(name)[here] for name in names}
+def shard_note(provenance: Provenance) -> dict[str, Any]:
+    """What a shard's header says of its tensors beside their shapes."""
+    return {"axes": AXES, "codec": provenance.stored_in, "final": provenance.final_state,
+            "taps": list(provenance.taps), "tap_convention": provenance.tap_convention}  # fmt: skip
 
 
 def check_shards(folder: Path, shards: Sequence[Shard], provenance: Provenance) -> None:
@@ -344,7 +347,8 @@ def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:
     """Compare a shard's size and header with the manifest; nothing but the header is read.
 
     Raises:
-        DraftsmithError: the shard is missing, has another size, or a tensor is missing or has another dtype or shape.
+        DraftsmithError: the shard is missing, has another size, a tensor is missing or has another dtype or shape, or
+            the header calls axes or taps by other names.
     """
     if provenance.location is not None:
         check_shards(folder, [shard], provenance)
@@ -377,3 +381,12 @@ def check_shard(folder: Path, shard: Shard, provenance: Provenance) -> None:
                 expected=expected,
                 mend=mend,
             )
+    with safe_open(file, framework="pt") as handle:
+        said = json.loads((handle.metadata() or {}).get("draftsmith", "{}"))
+    wanted = shard_note(provenance)
+    for name, value in said.items():
+        if name in wanted and value != wanted[name]:
+            raise DraftsmithError(
+                f"the header of a shard speaks of other {name} than the manifest", where=file, found=value,
+                expected=wanted[name], mend=mend,
+            )  # fmt: skip

@@ -15,6 +15,8 @@ from draftsmith.configs.files import sha256_json
 from draftsmith.configs.schema import RunConfig, Split, TargetSection
 from draftsmith.configs.target import Target
 from draftsmith.data.chat import ChatFormat
+from draftsmith.data.quantised import loading_arguments, method, refuse_unreadable
+from draftsmith.data.slices import refuse_whole, slicing
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +54,9 @@ def split_dtype(config: RunConfig, split: Split, target: Target) -> str:
     return target.dtype.removeprefix("torch.") if name == "auto" else name
 
 
-def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = (0, 1)) -> LoadedTarget:
+def load_target(
+    section: TargetSection, dtype: str, *, share: tuple[int, int] = (0, 1), together: int = 1
+) -> LoadedTarget:
     """Load the weights: on the accelerators where there are any (spread over them), otherwise on the CPU.
 
     A quantised target loads as its config.json says. Of a model that sees pictures too, the language model runs.
@@ -60,27 +64,42 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
     Args:
         dtype: `bfloat16`, `float16` or `float32`.
         share: this process's number on its machine and how many there are: each takes its part of the accelerators.
+        together: so many processes, all there are, hold the target together: see data/slices.py.
 
     Raises:
-        DraftsmithError: transformers cannot load the folder, or its trunk has no layers and final norm where expected.
+        DraftsmithError: transformers cannot load the folder, makes up a weight that its files lack, or its trunk has no layers and final norm where expected.
     """
     import torch
-    from transformers import logging
+    from transformers import AutoConfig, logging
 
     logging.disable_progress_bar()
+    config = None
     try:
-        model = _model_class(section).from_pretrained(
+        config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
+        model, loading = _model_class(config).from_pretrained(
             section.path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below, where transformers would refer to a table that it printed
             dtype=getattr(torch, dtype),
             trust_remote_code=section.trust_remote_code,
-            **_placement(section, torch.cuda.device_count(), *share),
+            **loading_arguments(config),
+            **(
+                slicing(section, config, together)
+                if together > 1
+                else _placement(section, torch.cuda.device_count(), *share)
+            ),
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if config is not None:
+            refuse_unreadable(section, config, error)
         raise DraftsmithError(
             f"transformers cannot load the target: {error}",
             where=section.path,
             mend="check the folder's files; set target.trust_remote_code=true only if you trust the code it ships",
         ) from error
+    _refuse_made_up(section.path, loading, method(config))
+    if together > 1:
+        refuse_whole(section, model)
     model.eval().requires_grad_(False)
     trunk, head = model.get_decoder(), model.get_output_embeddings()
     parts = {
@@ -108,15 +127,34 @@ def load_target(section: TargetSection, dtype: str, *, share: tuple[int, int] = 
     )
 
 
-def _model_class(section: TargetSection) -> Any:
+def _refuse_made_up(path: Path, loading: dict[str, Any], quantisation: str | None) -> None:
+    """transformers fills a weight that the files lack, or have in another shape, at random: it would be another model."""
+    faults = {name: "no such tensor" for name in loading["missing_keys"]}
+    shapes = {}
+    for name, found, expected in loading["mismatched_keys"]:
+        faults[name], shapes[name] = str(tuple(found)), str(tuple(expected))
+    if faults:
+        first = min(faults)
+        more = f" and {len(faults) - 1:,} more" if faults.keys() - {first} else ""
+        cause = "config.json and weights must be of one model"
+        if quantisation is not None:
+            cause += (
+                f", and transformers must read this quantisation ({quantisation}); harvest.backend=vllm or sglang may"
+            )
+        raise DraftsmithError(
+            f"the target's files do not have the weight {first}{more}", where=path, found=faults[first],
+            expected=shapes.get(first), mend=f"fetch the target's files again; {cause}",
+        )  # fmt: skip
+
+
+def _model_class(config: Any) -> Any:
     """The class of transformers that reads the target with its head."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
 
-    config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
     only_pictures = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     )

@@ -4,17 +4,14 @@
 
 Plain forward and harvest run the same token-budget batches of the same random conversations in one process, in turns,
 and the better of two rounds counts for each. `--shape` makes a random target of that size on the device (nothing is
-downloaded); `--head` lets the plain forward compute the logits too, as `model(input_ids)` does. Reading takes random
-windows of 4,096 rows of every store that was written, beside a sequential read of the same files; `--cold` drops them
-from the page cache before each (posix_fadvise), so that the disk is measured and not the memory.
+downloaded); `--head` lets the plain forward compute the logits too, as `model(input_ids)` does. Reading is that of the
+stores that were written, off the cold disk: bench_reading.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import shutil
 import sys
 import tempfile
@@ -24,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench_reading
 import numpy as np
 import torch
+from bench_reading import WINDOW
 
 from draftsmith.configs.console import out, table
 from draftsmith.configs.drafter import default_taps
@@ -34,7 +33,7 @@ from draftsmith.data.codec import Codec
 from draftsmith.data.harvest import plan_batches
 from draftsmith.data.rows import Task
 from draftsmith.data.shard_queue import Piece, ShardQueue
-from draftsmith.data.store import HarvestReader, Provenance, StoredConversation
+from draftsmith.data.store import Provenance, StoredConversation
 from draftsmith.data.store_writer import StoreWriter, plan_shards
 from draftsmith.data.target_model import LoadedTarget, load_target
 from draftsmith.data.trunk import Trunk
@@ -51,8 +50,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """Llama configurations of known sizes."""
 
-WINDOW = 4096
-"""Rows of a random read."""
+READING_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -152,46 +150,6 @@ def timed(device: torch.device, work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def drop(files: list[Path]) -> None:
-    """Have the system forget what it keeps of these files in memory."""
-    for file in files:
-        handle = os.open(file, os.O_RDONLY)
-        os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(handle)
-
-
-def sequential(files: list[Path]) -> float:
-    """Bytes a second of reading whole files in pieces of 8 MiB."""
-    total, buffer = 0, memoryview(bytearray(8 << 20))
-    began = time.perf_counter()
-    for file in files:
-        with file.open("rb", buffering=0) as handle:
-            while count := handle.readinto(buffer):
-                total += count
-    return total / (time.perf_counter() - began)
-
-
-def windows(path: Path, *, decoded: bool) -> float:
-    """Bytes of the store a second that random windows of 4,096 rows give."""
-    reader = HarvestReader(path)
-    dice, total, began = random.Random(0), 0, time.perf_counter()
-    long = [index for index, length in enumerate(reader.lengths) if length >= WINDOW] or list(range(len(reader)))
-    each = sum(shard.bytes for shard in reader.manifest.shards) / reader.manifest.tokens
-    while time.perf_counter() - began < 3.0:
-        index = dice.choice(long)
-        start = dice.randrange(max(1, reader.lengths[index] - WINDOW + 1))
-        stop = min(start + WINDOW, reader.lengths[index])
-        if decoded:
-            reader.window(index, start, stop)
-        else:
-            for part in reader.stored(index, start, stop):
-                for rows in part.values():
-                    rows.clone()  # a row that nobody touches is not read
-        total += int((stop - start) * each)
-    return total / (time.perf_counter() - began)
-
-
 def rounds(options: argparse.Namespace, device: torch.device, folder: Path) -> Iterator[dict[str, Any]]:
     target = make_target(options, device)
     config = target.model.config.get_text_config()
@@ -212,14 +170,6 @@ def rounds(options: argparse.Namespace, device: torch.device, folder: Path) -> I
         path = folder / codec
         files = sorted(path.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
-        if options.cold:
-            drop(files)
-        disk = sequential(files)
-        if options.cold:
-            drop(files)
-        raw = windows(path, decoded=False)
-        if options.cold:
-            drop(files)
         yield {
             "codec": codec,
             "tokens": work.tokens,
@@ -228,10 +178,7 @@ def rounds(options: argparse.Namespace, device: torch.device, folder: Path) -> I
             "share_of_plain": round(best["plain"] / best[codec], 3),
             "bytes_per_token": round(size / work.tokens, 1),
             "written_MB_per_second": round(size / best[codec] / 1e6),
-            "sequential_MB_per_second": round(disk / 1e6),
-            "windows_MB_per_second": round(raw / 1e6),
-            "windows_share_of_sequential": round(raw / disk, 2),
-            "windows_as_bf16_MB_per_second": round(windows(path, decoded=True) / 1e6),
+            **bench_reading.measure(path, READING_ROUNDS),
             "seconds": {name: [round(one, 2) for one in found] for name, found in times.items()},
         }
 
@@ -247,7 +194,6 @@ def main() -> None:
     parser.add_argument("--shard-tokens", type=int, default=131072)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--head", action="store_true", help="the plain forward computes logits too")
-    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before reading")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
@@ -256,7 +202,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = list(rounds(options, device, Path(folder)))
-    keys = [key for key in results[0] if key not in ("codec", "seconds")]
+    keys = [key for key in results[0] if key not in ("codec", "seconds", "shares_of_rounds")]
     rows = [[key.replace("_", " "), *(f"{one[key]:,}" for one in results)] for key in keys]
     title = f"{options.target or options.shape} on {name}, torch {torch.__version__}, batches of {options.batch_tokens:,} tokens"
     out.print(table(title, ["", *(one["codec"] for one in results)], rows))

@@ -90,18 +90,18 @@ def step_counts(batch: list[WindowRef], unroll_steps: int) -> list[int]:
 
 def load_window(reader: HarvestReader, ref: WindowRef, unroll_steps: int) -> Window:
     """Read a window's rows, and the lookahead that its last chains need, from the store."""
-    conversation = reader[ref.conversation]
-    generated = conversation.generated.numpy()
+    generated = reader.tokens(ref.conversation)[1].numpy()  # turns are counted from the conversation's beginning
     rows = slice(ref.start, min(len(generated), ref.stop + unroll_steps + 1))
+    conversation = reader.window(ref.conversation, rows.start, rows.stop)
     import torch
 
     return Window(
-        ids=conversation.input_ids[rows],
-        generated=conversation.generated[rows],
+        ids=conversation.input_ids,
+        generated=conversation.generated,
         turn=torch.from_numpy(np.ascontiguousarray(turns(generated)[rows])),
-        taps=conversation.taps[rows],
-        final=conversation.final[rows],
-        argmax=conversation.argmax[rows],
+        taps=conversation.taps,
+        final=conversation.final,
+        argmax=conversation.argmax,
         start=ref.start,
         stop=ref.stop,
         greedy=conversation.greedy,

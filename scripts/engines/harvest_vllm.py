@@ -1,23 +1,13 @@
 """Compute hidden states with vLLM's `extract_hidden_states`, task by task, for a harvest in another process.
 
-Runs under the engine's own Python: `python harvest_vllm.py JOB.json`, JOB being
-
-    {"target": DIR, "dtype": "bfloat16", "layers": [2, 30, 58, 61], "longest": 4096, "batch_tokens": 8192,
-     "folder": DIR for the states, "log": FILE for the engine's own output, "options": {further arguments of vllm.LLM}}
-
-Layer i means the residual stream that enters layer i; the number of layers means what leaves the last one, before the
-final norm. Lines of JSON go to and fro: first {"ready": VERSION} comes out; then a line [[token ids], ...] goes in and
-{"files": [one for each sequence], "next": [the token after each]} comes out; or {"error": text}. The process ends with its input.
+harvest_common.py says how it talks. Layer i means the residual stream that enters layer i; the number of layers means what
+leaves the last one, before the final norm. Runs under the engine's own Python.
 """
 
-import json
-import os
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
-import child
+import harvest_common
 
 CONNECTOR = "StatesToFile"
 FLUSHES = 16
@@ -84,23 +74,11 @@ class States:
         return {"files": [str(file) for file in files], "next": [answer.outputs[0].token_ids[0] for answer in answers]}
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    child.end_with_parent()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    with child.output_to(Path(job["log"])):
-        try:
-            import vllm
+def start(job: dict[str, Any]) -> tuple[str, harvest_common.Compute]:
+    import vllm
 
-            states = States(job)
-            print(json.dumps({"ready": vllm.__version__}), file=answers)
-            for line in sys.stdin:
-                print(json.dumps(states.compute(json.loads(line))), file=answers)
-        except Exception as error:
-            traceback.print_exc()
-            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
-            raise SystemExit(1) from None
+    return vllm.__version__, States(job).compute
 
 
 if __name__ == "__main__":
-    main()
+    harvest_common.run(start)

@@ -1,4 +1,4 @@
-"""An engine's process that is wrong on purpose, or right: it speaks as scripts/engines/harvest_vllm.py does.
+"""An engine's process that is wrong on purpose, or right: it speaks as scripts/engines/harvest_common.py says.
 
     faulty_engine.py FAULT ANSWERS.safetensors JOB.json
 

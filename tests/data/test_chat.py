@@ -90,6 +90,30 @@ def test_a_doubled_bos_stops_by_name(tokenizer: Any) -> None:
         ChatFormat(tokenizer)
 
 
+def test_a_tokenizer_that_adds_bos_and_eos_by_itself_adds_neither_to_a_rendered_text(tokenizer: Any) -> None:
+    """Its post-processor frames every text as `<|endoftext|> text <|im_end|>`; a rendered chat has its own BOS and ends."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), ("<|im_end|>", 2)]
+    )
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    framed = tokenizer("hi")["input_ids"]
+    assert (framed[0], framed[-1]) == (0, 2), "the case needs a tokenizer that adds both"
+    chat = ChatFormat(tokenizer)
+    prompt = chat.render([{"role": "user", "content": "hi"}])
+    assert prompt.ids.count(0) == 1 and prompt.ids[0] == 0
+    assert prompt.ids.count(2) == prompt.text.count("<|im_end|>") == 1 and prompt.ids[-1] != 2
+    assert chat.tokens_of(prompt, "yes", ended=False) == ids(tokenizer, "yes")
+    assert chat.tokens_of(prompt, "yes", ended=True) == [*ids(tokenizer, "yes"), 2]
+    answered = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    later = chat.next_prompt_ids(
+        [*prompt.ids, *chat.tokens_of(prompt, "yes", ended=True)], [*answered, {"role": "user", "content": "more"}]
+    )
+    assert later.count(0) == 1 and later.count(2) == 3
+
+
 def test_a_missing_template_stops_by_name(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(DraftsmithError, match="no chat template"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -199,6 +200,62 @@ def test_states_that_are_not_finite_are_refused_by_name(
     with pytest.raises(DraftsmithError, match="unfinished"):
         HarvestReader(config.store("train"))
     assert sorted(files(config.store("train"))) == ["manifest.json"]
+
+
+def damaged(tiny: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of the tiny target whose tensors `change` has altered."""
+    shutil.copytree(tiny, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_target_that_lacks_a_weight_is_never_filled_up_at_random(
+    make_config: Callable[..., RunConfig], put_conversations: Callable[..., list], tiny: Path, tmp_path: Path
+) -> None:
+    """transformers makes up what a file lacks or has in another shape, and warns; states of that would be of no model."""
+    name = "model.layers.3.mlp.up_proj.weight"
+    lacking = damaged(tiny, tmp_path / "lacking", lambda tensors: tensors.pop(name))
+    narrow = damaged(tiny, tmp_path / "narrow", lambda tensors: tensors.update({name: tensors[name][:, :32].clone()}))
+    for folder in (lacking, narrow):
+        config = make_config(target__path=str(folder))
+        put_conversations(config, [([9, 8, 4], [(1, 3)])], target=folder)
+        with pytest.raises(DraftsmithError, match=name.replace(".", r"\.")):
+            harvest(config, "train")
+        assert not list(config.store("train").glob("shard-*"))
+
+
+def test_a_target_whose_weights_are_cut_off_is_one_refusal(
+    make_config: Callable[..., RunConfig], put_conversations: Callable[..., list], tiny: Path, tmp_path: Path
+) -> None:
+    cut = Path(shutil.copytree(tiny, tmp_path / "cut"))
+    config = make_config(target__path=str(cut))
+    put_conversations(config, [([9, 8, 4], [(1, 3)])], target=cut)
+    os.truncate(cut / "model.safetensors", (cut / "model.safetensors").stat().st_size - 100)
+    with pytest.raises(DraftsmithError, match=r"model\.safetensors"):
+        harvest(config, "train")
+    assert not list(config.store("train").glob("shard-*"))
+
+
+def test_a_disk_that_fills_up_is_one_refusal_and_the_next_run_goes_on(
+    make_config: Callable[..., RunConfig], put_conversations: Callable[..., list]
+) -> None:
+    """A limit on the size of files stands in for the full disk: the second shard, the larger one, does not fit."""
+    parts = [([3 + n for n in range(20)], [(1, 20)]), ([3 + n % 300 for n in range(190)], [(1, 190)])]
+    config = make_config()
+    put_conversations(config, parts)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    try:
+        with pytest.raises(DraftsmithError, match=r"could not write shard-00001\.safetensors(.|\n)*free some space"):
+            harvest(config, "train")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(files(config.store("train"))) == ["manifest.json", "shard-00000.json", "shard-00000.safetensors"]
+    other = make_config(name="unbroken")
+    put_conversations(other, parts)
+    assert files(harvest(config, "train")) == files(harvest(other, "train"))
 
 
 @pytest.mark.parametrize("taps", [[2, 4, 8], [4, 2, 5], [2, 2, 5]])

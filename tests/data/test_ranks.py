@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.schema import RunConfig
+from draftsmith.configs.schema import HarvestSection, RunConfig, TargetSection
+from draftsmith.data.harvest import harvest
+from draftsmith.data.slices import refuse_whole
 from draftsmith.data.store import HarvestReader, Provenance
 from draftsmith.data.store_writer import StoreWriter
 from draftsmith.data.synthesize import synthesize
+from draftsmith.data.target_model import load_target
 
 KILLS = int(os.environ.get("DRAFTSMITH_KILLS", "6"))
 """Kills in all; half of them on one rank, half on two. The full number is 50."""
@@ -120,6 +124,50 @@ def test_killed_runs_end_with_the_conversations_and_bytes_of_an_unbroken_one(
     print(result)
     assert result["failures"] == [], result["said"]
     assert result["kills"] == -(-KILLS // 2) and result["completed"] >= 1
+
+
+@pytest.mark.slow
+def test_two_processes_that_hold_one_target_together_write_its_states_once(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """One long conversation runs in pieces with a cache; sampled ones and a probe ask the sliced head too."""
+    config = make_config(harvest__shard_tokens=110, harvest__batch_tokens=60, synthesize__temperature=1.0)
+    synthesize(config, "train")
+    alone = nursery(config, tmp_path, verbs=["harvest"], ranks=[1])
+    assert alone["codes"] == [[0]], alone["said"]
+    whole = list(HarvestReader(config.store("train")))
+    assert max(len(one.input_ids) for one in whole) > 60
+    shutil.rmtree(config.store("train"))
+    config = config.model_copy(update={"harvest": config.harvest.model_copy(update={"tensor_parallel": True})})
+    result = nursery(config, tmp_path, verbs=["harvest"], ranks=[2])
+    assert result["codes"] == [[0, 0]], result["said"]
+    assert result["said"].count("wrote ") == 1 and "with one target" in result["said"]
+    reader = HarvestReader(config.store("train"))
+    assert (reader.manifest.computed_over, len(reader)) == (2, len(whole))
+    equal = values = 0
+    for one, other in zip(reader, whole, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.argmax, other.argmax)
+        for a, b in ((one.taps, other.taps), (one.final, other.final)):
+            # float32 both times: a sum of two halves may be rounded to the next bfloat16 when it is stored
+            torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-4)
+            equal, values = equal + int((a == b).sum()), values + a.numel()
+    assert equal / values > 0.995
+    with pytest.raises(DraftsmithError, match="another computed_over"):
+        harvest(
+            config.model_copy(update={"harvest": config.harvest.model_copy(update={"tensor_parallel": False})}), "train"
+        )
+
+
+def test_heads_that_cannot_be_shared_out_are_refused_by_number(tiny: Path) -> None:
+    with pytest.raises(DraftsmithError, match=r"4 heads(.|\n)*3 processes(.|\n)*num_attention_heads"):
+        load_target(TargetSection(path=tiny), "float32", together=3)
+    with pytest.raises(DraftsmithError, match="exclude each other"):
+        load_target(TargetSection(path=tiny, device_map="cpu"), "float32", together=2)
+    whole = load_target(TargetSection(path=tiny), "float32").model
+    with pytest.raises(DraftsmithError, match=r"no plan to slice(.|\n)*LlamaForCausalLM"):
+        refuse_whole(TargetSection(path=tiny), whole)
+    with pytest.raises(ValueError, match="engine_options"):
+        HarvestSection(backend="vllm", tensor_parallel=True)
 
 
 @pytest.mark.slow

@@ -94,6 +94,19 @@ def test_a_wrong_engine_is_refused_by_name_and_leaves_no_shard(
     assert not list(config.store("train").glob("shard-*"))
 
 
+def test_sglang_is_not_asked_for_the_embedding_and_is_named_where_it_is_missing(
+    make_config: Callable[..., RunConfig], put_conversations: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = make_config(harvest__backend="sglang", target__taps=[0, 2, 4])
+    put_conversations(config, PARTS)
+    with pytest.raises(DraftsmithError, match=r"nothing leaves one before layer 0(?s:.*)\[0, 2, 4\]"):
+        harvest(config, "train")
+    config = make_config(name="other", harvest__backend="sglang", harvest__engine_python=str(tmp_path / "absent"))
+    put_conversations(config, PARTS)
+    with pytest.raises(DraftsmithError, match=r"no Python with SGLang(?s:.*)setup_engine.sh sglang"):
+        harvest(config, "train")
+
+
 def test_several_processes_or_workers_are_refused(tiny: Path) -> None:
     with pytest.raises(DraftsmithError, match="one process"):
         _check_engine(read_target(tiny), Rank(0, 2, 0, 2))

@@ -177,6 +177,22 @@ def test_swapped_axes_are_named(store: Path) -> None:
         HarvestReader(store)
 
 
+def test_axes_or_taps_that_sizes_alone_do_not_tell_are_read_in_the_header(store: Path) -> None:
+    """Three tokens under three taps: turned round, the tensor has the same shape; other taps have it in any case."""
+    shard = store / "shard-00001.safetensors"
+    content = shard.read_bytes()
+    for before, after, found in (
+        ('token, tap, hidden', 'tap, token, hidden', "tap, token, hidden"),
+        ('\\"taps\\": [2, 4, 5]', '\\"taps\\": [3, 4, 5]', r"\[3, 4, 5\]"),
+    ):  # fmt: skip
+        assert content.count(before.encode()) == 1
+        shard.write_bytes(content.replace(before.encode(), after.encode()))
+        with pytest.raises(DraftsmithError, match=rf"shard-00001(.|\n)*{found}"):
+            HarvestReader(store)
+    shard.write_bytes(content)
+    HarvestReader(store)
+
+
 def test_another_schema_version_is_named(store: Path) -> None:
     manifest = json.loads((store / "manifest.json").read_text()) | {"schema_version": 2}
     (store / "manifest.json").write_text(json.dumps(manifest))
@@ -213,6 +229,20 @@ def test_rows_that_do_not_fit_or_are_not_finite_are_refused(
 ) -> None:
     with StoreWriter(tmp_path, provenance()) as writer, pytest.raises(DraftsmithError, match=message):
         writer.append(replace(ITEMS[0], **change(ITEMS[0])))
+
+
+def test_a_shard_that_gets_shorter_or_goes_while_it_is_read_is_named(store: Path) -> None:
+    reader = HarvestReader(store)
+    index = next(n for n in range(len(reader)) if reader._locate(n)[0] is reader._open(1))
+    reader[index]
+    shard = store / "shard-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DraftsmithError, match=r"shorter since(.|\n)*shard-00001"):
+        reader[index]
+    shard.unlink()
+    with pytest.raises(DraftsmithError, match=r"cannot be read: No such file(.|\n)*shard-00001"):
+        reader[index]
 
 
 def test_a_reader_can_be_sent_to_a_worker(store: Path) -> None:

@@ -1,7 +1,7 @@
-"""Harvest from a target that vLLM holds, beside the harvest of transformers: the same rows of the same tokens.
+"""Harvest from a target that an engine holds, beside the harvest of transformers: the same rows of the same tokens.
 
-Two targets, an engine start each: a Llama whose longest text is computed in pieces, and Kimi-K2.5 in miniature, which vLLM
-runs through its own class with latent attention and experts.
+One engine start each: vLLM with a Llama whose longest text it computes in pieces, and with Kimi-K2.5 in miniature, which it
+runs through its own class with latent attention and experts; SGLang with that Llama, every text whole.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from tests.kimi_mini import make_kimi_mini
 from tests.tiny_target import make_tiny_target
 
 pytestmark = pytest.mark.engine
-LENGTHS = (700, 3, 41, 41, 300, 120)
-MAKERS = {"llama": make_tiny_target, "kimi": make_kimi_mini}
+LENGTHS = (700, 3, 41, 41, 300, 120, 15, 15)
+"""The first 20 tokens are the same everywhere, so that the last two texts are equal."""
+CASES = {"llama in vllm": make_tiny_target, "kimi in vllm": make_kimi_mini, "llama in sglang": make_tiny_target}
 TAPS = {"llama": (2, 4, 5), "kimi": (2, 30, 58)}
 HARVEST: dict[str, dict[str, Any]] = {
     "llama": {"batch_tokens": 256},
@@ -67,28 +68,29 @@ def configure(folder: Path, target: Path, kind: str, backend: str) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def harvested(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of each target the store of transformers, and that of one start of vLLM; the two engines start side by side."""
+    """Of each case the store of transformers, and that of one start of the engine; the engines start side by side."""
     found: dict[str, dict[str, Any]] = {}
-    for kind, make in MAKERS.items():
-        folder = tmp_path_factory.mktemp(kind)
+    for case, make in CASES.items():
+        kind, _, engine = case.split()
+        folder = tmp_path_factory.mktemp(f"{kind}-{engine}")
         target = make(folder / "target")
-        config = configure(folder, target, kind, "vllm")
+        config = configure(folder, target, kind, engine)
         own = HarvestReader(harvest(configure(folder, target, kind, "transformers"), "train"))
-        found[kind] = {"kind": kind, "target": target, "config": config, "transformers": own}
+        found[case] = {"kind": kind, "engine": engine, "target": target, "config": config, "transformers": own}
     with ThreadPoolExecutor(len(found)) as pool:
         stores = list(pool.map(lambda one: harvest(one["config"], "train"), found.values()))
     for one, store in zip(found.values(), stores, strict=True):
-        one["vllm"] = HarvestReader(store)
+        one["served"] = HarvestReader(store)
     return found
 
 
-@pytest.fixture(params=list(MAKERS))
+@pytest.fixture(params=list(CASES))
 def stores(request: pytest.FixtureRequest, harvested: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return harvested[request.param]
 
 
 def test_every_row_is_the_one_that_transformers_computes(stores: dict[str, Any]) -> None:
-    own, served = stores["transformers"], stores["vllm"]
+    own, served = stores["transformers"], stores["served"]
     assert served.ids == own.ids and served.manifest.taps == TAPS[stores["kind"]]
     rows = apart = equal = same = 0
     for ours, theirs in zip(own, served, strict=True):
@@ -108,7 +110,7 @@ def test_every_row_is_the_one_that_transformers_computes(stores: dict[str, Any])
 
 def test_the_tap_is_told_apart_from_its_neighbours(stores: dict[str, Any]) -> None:
     config = stores["config"]
-    target, item = load_target(config.target, "float32"), stores["vllm"][2]
+    target, item = load_target(config.target, "float32"), stores["served"][2]
     with torch.no_grad():
         states = target.model(input_ids=item.input_ids[None].long(), output_hidden_states=True).hidden_states
     for place, tap in enumerate(TAPS[stores["kind"]]):
@@ -117,9 +119,9 @@ def test_the_tap_is_told_apart_from_its_neighbours(stores: dict[str, Any]) -> No
 
 
 def test_the_store_says_who_computed_it_and_is_not_continued_by_another(stores: dict[str, Any]) -> None:
-    own, served = stores["transformers"], stores["vllm"]
-    assert (own.manifest.computed_by, served.manifest.computed_by) == ("transformers", "vllm")
+    own, served = stores["transformers"], stores["served"]
+    assert (own.manifest.computed_by, served.manifest.computed_by) == ("transformers", stores["engine"])
     assert read_manifest(served.path).complete
-    file = stores["target"].parent / "vllm.yaml"
+    file = stores["target"].parent / f"{stores['engine']}.yaml"
     with pytest.raises(DraftsmithError, match="another harvest.backend|another computed_by"):  # noqa: RUF043
         harvest(load_config(file, ["harvest.backend=transformers"]), "train")
