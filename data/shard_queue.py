@@ -1,4 +1,4 @@
-"""Blocks of rows go to their shards in a thread, behind the computation; a finished shard is hashed and flushed in another."""
+"""Blocks of rows go to their shards in threads, behind the computation; finished shards are hashed and flushed in others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from draftsmith.data.shard_file import ShardFile
 from draftsmith.data.store import StoredConversation
 from draftsmith.data.store_writer import StoreWriter, not_finite_error
 
-DEPTH = 2
-"""Blocks that wait to be written: one is on its way from the device while another is written."""
+DEPTH = 4
+"""Blocks that are written side by side, or are on their way from the device."""
+
+SHARDS = 3
+"""Shards that are hashed and flushed side by side while the next one is filled."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Piece:
 
 
 class ShardQueue:
-    """A context manager; leaving it waits for all shards, or abandons the unfinished one after an error.
+    """A context manager; leaving it waits for all shards, or abandons the unfinished ones after an error.
 
     Attributes:
         agreed, asked: how many probed tokens of greedy text the head chose too, of how many.
@@ -71,24 +74,34 @@ class ShardQueue:
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
-        self._thread = ThreadPoolExecutor(1, "draftsmith-rows")
-        self._finisher = ThreadPoolExecutor(1, "draftsmith-shards")
-        self._waiting: deque[Future[None]] = deque()
-        self._finishing: Future[None] | None = None
-        self._shard: ShardFile | None = None
+        self._threads = ThreadPoolExecutor(DEPTH, "draftsmith-rows")
+        self._finishers = ThreadPoolExecutor(SHARDS, "draftsmith-shards")
+        self._waiting: deque[Future[tuple[int, int]]] = deque()
+        self._finishing: deque[Future[None]] = deque()
+        self._shard: Future[ShardFile] | None = None
+        self._blocks: list[Future[tuple[int, int]]] = []
         self.agreed = self.asked = 0
 
     def open(self, number: int, lengths: Sequence[int]) -> None:
         """Blocks that follow belong to this shard."""
-        self._submit(self._open, number, lengths)
+        self._shard = self._threads.submit(self._writer.shard(number, lengths).open)
+        self._blocks = []
 
     def put(self, pieces: Sequence[Piece], block: Block) -> None:
-        """Write a block; waits while DEPTH others do. Raises what went wrong with an earlier one."""
-        self._submit(self._put, pieces, block)
+        """Write a block; waits while DEPTH others are written. Raises what went wrong with an earlier one."""
+        assert self._shard is not None
+        self._settle(DEPTH - 1)
+        future = self._threads.submit(_put, self._shard, pieces, block)
+        self._waiting.append(future)
+        self._blocks.append(future)
 
     def close(self) -> None:
-        """The open shard has all its blocks."""
-        self._submit(self._close)
+        """The open shard has all its blocks; waits while SHARDS others are finished."""
+        shard, self._shard = self._shard, None
+        assert shard is not None
+        while len(self._finishing) >= SHARDS:
+            self._finishing.popleft().result()
+        self._finishing.append(self._finishers.submit(self._finish, shard, self._blocks))
 
     def __enter__(self) -> ShardQueue:
         return self
@@ -98,57 +111,51 @@ class ShardQueue:
     ) -> None:
         try:
             if error is None:
-                self._drain(0)
-                if self._finishing is not None:
-                    self._finishing.result()
+                self._settle(0)
+                while self._finishing:
+                    self._finishing.popleft().result()
         finally:
-            self._thread.shutdown(cancel_futures=True)
-            self._finisher.shutdown()
-            if self._shard is not None:
-                self._shard.abandon(error or RuntimeError("an error of the shard's own thread"))
+            self._threads.shutdown()
+            self._finishers.shutdown()
+            if self._shard is not None and self._shard.exception() is None:
+                self._shard.result().abandon(error or RuntimeError("an error of another thread"))
 
-    def _submit(self, work: object, *arguments: object) -> None:
-        self._drain(DEPTH)
-        self._waiting.append(self._thread.submit(work, *arguments))  # type: ignore[arg-type]
-
-    def _drain(self, left: int) -> None:
+    def _settle(self, left: int) -> None:
         while len(self._waiting) > left:
-            self._waiting.popleft().result()
+            agreed, asked = self._waiting.popleft().result()
+            self.agreed += agreed
+            self.asked += asked
 
-    def _open(self, number: int, lengths: Sequence[int]) -> None:
-        self._shard = self._writer.shard(number, lengths).open()
-
-    def _put(self, pieces: Sequence[Piece], block: Block) -> None:
-        if block.wait is not None:
-            block.wait()
-        assert self._shard is not None
-        row = asked = 0
-        for piece in pieces:
-            rows = slice(row, row + len(piece.ids))
-            head = block.argmax[asked : asked + len(piece.wanted)]
-            row, asked = rows.stop, asked + len(piece.wanted)
-            refuse_faults(piece, {name: faulty[rows] for name, faulty in block.faults.items()})
-            if piece.about.greedy:
-                self.agreed += int((head == piece.ids[piece.wanted + 1]).sum())
-                self.asked += len(head)
-            self._shard.put(
-                piece.place, piece.about, piece.ids, piece.generated, piece.argmax(head),
-                {name: states[rows] for name, states in block.states.items()},
-            )  # fmt: skip
-
-    def _close(self) -> None:
-        if self._finishing is not None:
-            self._finishing.result()
-        shard, self._shard = self._shard, None
-        assert shard is not None
-        self._finishing = self._finisher.submit(self._finish, shard)
-
-    def _finish(self, shard: ShardFile) -> None:
+    def _finish(self, opened: Future[ShardFile], blocks: Sequence[Future[tuple[int, int]]]) -> None:
+        shard = opened.result()
         try:
+            for block in blocks:
+                block.result()
             self._writer.record(shard.close())
         except BaseException as error:
             shard.abandon(error)
             raise
+
+
+def _put(opened: Future[ShardFile], pieces: Sequence[Piece], block: Block) -> tuple[int, int]:
+    """Write a block's rows; how many probed tokens of greedy text the head chose too, and of how many."""
+    if block.wait is not None:
+        block.wait()
+    shard = opened.result()
+    row = place = agreed = asked = 0
+    for piece in pieces:
+        rows = slice(row, row + len(piece.ids))
+        head = block.argmax[place : place + len(piece.wanted)]
+        row, place = rows.stop, place + len(piece.wanted)
+        refuse_faults(piece, {name: faulty[rows] for name, faulty in block.faults.items()})
+        if piece.about.greedy:
+            agreed += int((head == piece.ids[piece.wanted + 1]).sum())
+            asked += len(head)
+        shard.put(
+            piece.place, piece.about, piece.ids, piece.generated, piece.argmax(head),
+            {name: states[rows] for name, states in block.states.items()},
+        )  # fmt: skip
+    return agreed, asked
 
 
 def refuse_faults(piece: Piece, faults: dict[str, np.ndarray]) -> None:

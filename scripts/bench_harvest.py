@@ -191,13 +191,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="default: 400,000 on a GPU, 20,000 on a CPU")
     parser.add_argument("--length", type=int, default=1024, help="median length of a conversation")
     parser.add_argument("--batch-tokens", type=int, default=16384)
-    parser.add_argument("--shard-tokens", type=int, default=131072)
+    parser.add_argument("--shard-tokens", type=int, help="default: 32,768 on a GPU, 131,072 on a CPU")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--head", action="store_true", help="the plain forward computes logits too")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
     options.tokens = options.tokens or (400_000 if options.device == "cuda" else 20_000)
+    options.shard_tokens = options.shard_tokens or (32_768 if options.device == "cuda" else 131_072)
     device = torch.device("cuda:0" if options.device == "cuda" else "cpu")
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
