@@ -31,7 +31,7 @@ def survivors(folder: Path) -> list[str]:
     return found
 
 
-def serve(folder: Path, behaviour: str, start_limit: float = 1.5, limit: float = 4.0):
+def serve(folder: Path, behaviour: str, start_limit: float = 4.0, limit: float = 8.0):
     python = faulty_engine.write(folder, behaviour)
     return serve_locally(
         "sglang", target=folder, drafter=folder, prompts=PROMPTS, out=folder / "served.json", steps=3, python=python,
@@ -50,10 +50,10 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("behaviour", "words", "said"),
     [
-        ("never ready", "SGLang was not ready within 1.5 seconds", "loading weights"),
-        ("not even starting", "SGLang was not ready within 1.5 seconds", "importing"),
+        ("never ready", "SGLang was not ready within 4 seconds", "loading weights"),
+        ("not even starting", "SGLang was not ready within 4 seconds", "importing"),
         ("dies", "ended before it had served everything, exit code 7", "out of luck"),
-        ("never done", "did not finish within 4 seconds", "nothing"),
+        ("never done", "did not finish within 8 seconds", "nothing"),
         ("no counters", "reported no counters", "no accept_length, accept_per_position, verify_steps"),
         ("no verify steps", "reported no counters", "0 verify steps"),
         ("no result", "the served result is missing", ""),
@@ -63,7 +63,7 @@ def test_a_broken_engine_is_named_in_time_and_nothing_is_left(here, behaviour, w
     began = time.monotonic()
     with pytest.raises(DraftsmithError, match=words) as caught:
         serve(here, behaviour)
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 20
     assert said in str(caught.value)
     assert len(survivors(here)) == (1 if Path.cwd() == here else 0)  # this test itself
     left = sorted(
@@ -94,7 +94,9 @@ def test_faked_acceptance_is_refused(here, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_process_survives_an_interrupt(tmp_path, number):
     script = (
-        "import sys; from pathlib import Path; from draftsmith.accept import processes; processes.GRACE_SECONDS = 0.5\n"
+        "import signal, sys; from pathlib import Path; from draftsmith.accept import processes\n"
+        "processes.GRACE_SECONDS = 0.5\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from tests.accept.test_local import serve\n"
         "serve(Path(sys.argv[1]), 'never ready', 60, 60)\n"
     )
