@@ -11,6 +11,7 @@ from typing import Any
 
 import harvest_common
 import sglang_states
+from sglang_engine import engine_class
 
 CONTEXT_SLACK = 64
 """Positions beyond the longest text: the token that ends a request, and SGLang's own reserve."""
@@ -20,23 +21,11 @@ class States:
     """An engine and its processes."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        from sglang.srt.entrypoints.engine import Engine
-
-        class ForkingEngine(Engine):
-            """On a CPU the engine's processes are forked from this one instead of importing everything anew."""
-
-            @classmethod
-            def _launch_scheduler_processes(cls, *arguments, **options):
-                import multiprocessing
-
-                multiprocessing.set_start_method("fork", force=True)
-                return super()._launch_scheduler_processes(*arguments, **options)
-
         self._folder = Path(job["folder"])
         self._folder.mkdir()
         on_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
         room = max(job["batch_tokens"], job["longest"] + CONTEXT_SLACK)
-        self._engine = (ForkingEngine if on_cpu else Engine)(
+        self._engine = engine_class("cpu" if on_cpu else "cuda")(
             **{
                 "model_path": job["target"],
                 "dtype": job["dtype"],

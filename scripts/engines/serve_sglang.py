@@ -13,6 +13,7 @@ import child
 import serve_common
 from counting import Output, Served
 from serve_common import Job
+from sglang_engine import engine_class
 
 
 def serve(job: Job, drafter: Path | None) -> Served:
@@ -44,7 +45,7 @@ def serve(job: Job, drafter: Path | None) -> Served:
         **speculation,
         **job.options,
     }
-    engine = _engine_class(job.device)(**arguments)
+    engine = engine_class(job.device)(**arguments)
     try:
         if job.device == "cuda":  # the first requests compile kernels
             first = min(len(job.prompts), job.max_running)
@@ -77,25 +78,6 @@ def serve(job: Job, drafter: Path | None) -> Served:
         start_seconds=ready - began,
         seconds=done - ready,
     )
-
-
-def _engine_class(device: str) -> type:
-    import multiprocessing
-
-    from sglang.srt.entrypoints.engine import Engine
-
-    if device != "cpu":
-        return Engine  # CUDA does not outlive a fork
-
-    class ForkingEngine(Engine):
-        """SGLang's engine, its processes forked from this one instead of importing everything anew (25 s each)."""
-
-        @classmethod
-        def _launch_scheduler_processes(cls, *arguments, **options):
-            multiprocessing.set_start_method("fork", force=True)
-            return super()._launch_scheduler_processes(*arguments, **options)
-
-    return ForkingEngine
 
 
 def _output(prompt_id: str, answer: dict, steps: int | None) -> Output:
