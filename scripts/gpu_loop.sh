@@ -6,9 +6,10 @@
 #
 # TARGET is SmolLM2-135M's folder (scripts/make_smollm2.py); ENGINE_PYTHON an interpreter that has SGLang; KEY=VALUE
 # override configs/presets/smollm2-gpu.yaml. `draftsmith` is run with $PYTHON (default: python3). A second run goes on.
-#   PROMPTS, ANSWERS, HELDOUT  prompts for training, sampled answers to each, held-out prompts (5700, 3, 500)
+#   PROMPTS, ANSWERS, HELDOUT  prompts for training, sampled answers to each, held-out prompts (5100, 3, 500)
 #   SERVER                     further arguments of SGLang's server
 #   ENGINE_OPTIONS             JSON of further arguments of SGLang's engine in serve-check
+#   VLLM_PYTHON                an interpreter that has vLLM, which then serves the drafter too
 #   DEVICE                     cuda, or cpu for a trial
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,8 +31,13 @@ step() { # step NAME COMMAND...: announce, run, keep the time
     echo "$1 $((SECONDS - began))" >>$run/seconds.txt
 }
 ready() {
+    local began=$SECONDS
     until "$python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/health', timeout=5)" 2>/dev/null; do
-        kill -0 "$server" 2>/dev/null || { tail -40 $run/server.log >&2; exit 1; }
+        if ! kill -0 "$server" 2>/dev/null || ((SECONDS - began > 600)); then
+            tail -40 $run/server.log >&2
+            echo "error: SGLang's server is not ready; its log: $run/server.log" >&2
+            exit 1
+        fi
         sleep 1
     done
 }
@@ -41,7 +47,7 @@ stop() {
 }
 trap stop EXIT
 
-"$python" scripts/make_prompts.py "${PROMPTS:-5700}" $run/prompts-train.jsonl
+"$python" scripts/make_prompts.py "${PROMPTS:-5100}" $run/prompts-train.jsonl
 "$python" scripts/make_prompts.py "${HELDOUT:-500}" $run/prompts-heldout.jsonl --heldout
 
 if [ ! -f $run/answered ]; then
@@ -62,6 +68,9 @@ step train draftsmith train $config "${settings[@]}"
 step convert draftsmith convert $run/train --target "$target" --out $run/drafter --overwrite
 step verify draftsmith verify $run/drafter --target "$target" --store $run/harvest/train
 step evaluate draftsmith evaluate $config "${settings[@]}"
+step bench-evaluate "$python" scripts/bench_evaluate.py $config "${settings[@]}" --tokens 100000
 step serve draftsmith serve-check sglang $config "${settings[@]}" --engine-python "$engine" --device "$device" \
     --engine-options "${options:-$none}" --max-running 32
+[ -z "${VLLM_PYTHON:-}" ] || step serve-vllm draftsmith serve-check vllm $config "${settings[@]}" \
+    --engine-python "$VLLM_PYTHON" --device "$device" --max-running 32
 column -t $run/seconds.txt 2>/dev/null || cat $run/seconds.txt
