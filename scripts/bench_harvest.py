@@ -47,6 +47,8 @@ SHAPES: dict[str, dict[str, int]] = {
                    "num_key_value_heads": 8, "vocab_size": 151936},
     "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "vocab_size": 128256},
+    "qwen3-32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }  # fmt: skip
 """Llama configurations of known sizes."""
 

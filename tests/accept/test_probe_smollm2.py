@@ -37,6 +37,13 @@ def room(tmp_path_factory, target_folder):
     return config, read_target(target_folder), smollm2_run.harvested(config)
 
 
+@pytest.fixture(scope="module")
+def long_room(tmp_path_factory, target_folder):
+    """As `room`, of longer answers: the better a drafter is, the less it looks far back, where RoPE's base shows."""
+    config = smollm2_run.make_run(tmp_path_factory.mktemp("smollm2"), target_folder, text="long")
+    return config, read_target(target_folder), smollm2_run.harvested(config)
+
+
 @pytest.fixture
 def plant(room, tmp_path):
     """A function that copies the drafter, changes config.json or tensors, and reads what came of it."""
@@ -100,8 +107,8 @@ def test_taps_one_layer_off(room, plant, by, name):
     assert found.findings[0].name == name and "layer inputs 2/15/27" in found.findings[0].cause
 
 
-def test_a_wrong_rope_base(room, plant):
-    found = probed(room, plant(theta), conversations=28, steps=3)
+def test_a_wrong_rope_base(long_room, plant):
+    found = probed(long_room, plant(theta), conversations=24, steps=3)
     assert found.fits == ["theta 100000"], [(row.name, row.difference, row.error) for row in found.rows]
     assert "trained with RoPE base 100000, the description says 10000" in found.findings[0].cause
     neighbour = next(row for row in found.rows if row.name == "theta 50000")
@@ -130,11 +137,11 @@ def with_theta(network, theta):
     return replace(network, spec=network.spec.model_copy(update={"rope": rope}))
 
 
-def test_a_wrong_rope_base_of_a_drafter_that_was_trained_with_50000(room, plant):
-    """Twenty of the conversations are its training text: a base is told from its neighbours by what was fitted to it."""
-    spots = room[2]
-    trained = trained_on(room, plant(), 50_000.0, [spot.window(smollm2_run.TAPS) for spot in spots[:20]])
-    found = probed(room, with_theta(trained, 10_000.0), conversations=28, steps=3)
+def test_a_wrong_rope_base_of_a_drafter_that_was_trained_with_50000(long_room, plant):
+    """Sixteen of the conversations are its training text: a base is told from its neighbours by what was fitted to it."""
+    spots = long_room[2]
+    trained = trained_on(long_room, plant(), 50_000.0, [spot.window(smollm2_run.TAPS) for spot in spots[:16]])
+    found = probed(long_room, with_theta(trained, 10_000.0), conversations=24, steps=3)
     assert found.fits == ["theta 50000"], [(row.name, row.difference, row.error) for row in found.rows]
     assert "trained with RoPE base 50000, the description says 10000" in found.findings[0].cause
 
