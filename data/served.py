@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ import draftsmith
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import HarvestSection
 from draftsmith.configs.target import Target
-from draftsmith.convert.engine_loader import find_python
+from draftsmith.convert.engine_loader import TITLES, Engine, find_python
 from draftsmith.data.codec import Codec
 from draftsmith.data.rows import RowSource
 
@@ -43,7 +43,6 @@ DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
 START_LIMIT, TASK_LIMIT = 3600.0, 3600.0
 """Seconds for an engine to be ready, and for one batch."""
 
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 CALLS = {"vllm": "vllm.LLM", "sglang": "sglang.Engine"}
 """What harvest.engine_options reaches."""
 
@@ -62,11 +61,11 @@ class EngineProcess:
     """
 
     def __init__(self, section: HarvestSection, job: dict[str, Any], scratch: Path) -> None:
-        self.name: Literal["vllm", "sglang"] = "sglang" if section.backend == "sglang" else "vllm"
+        self.name: Engine = "sglang" if section.backend == "sglang" else "vllm"
         python, looked = find_python(self.name, section.engine_python)
         if python is None:
             raise DraftsmithError(
-                f"no Python with {NAMES[self.name]} is there", where="harvest.engine_python", found=", ".join(looked),
+                f"no Python with {TITLES[self.name]} is there", where="harvest.engine_python", found=", ".join(looked),
                 mend=f"scripts/setup_engine.sh {self.name}, or name one: harvest.engine_python=/path/to/venv",
             )  # fmt: skip
         engines = Path(draftsmith.__file__).resolve().parent / "engines"

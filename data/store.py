@@ -278,10 +278,12 @@ class HarvestReader:
 
     def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids int64 (T,) and generated bool (T,) of a conversation, without its states."""
-        index = range(len(self))[index]
-        shard, start, end = self._locate(index)
-        rows = shard.rows(["input_ids", "generated"], slice(start, end))
+        rows = self._token_rows(index, ["input_ids", "generated"])
         return rows["input_ids"].long(), rows["generated"]
+
+    def argmax(self, index: int) -> torch.Tensor:
+        """argmax int64 (T,) of a conversation, without its states."""
+        return self._token_rows(index, ["argmax"])["argmax"].long()
 
     def verify(self) -> None:
         """Compare every shard's bytes with its recorded SHA-256.
@@ -304,6 +306,10 @@ class HarvestReader:
     def __getstate__(self) -> dict[str, Any]:
         """Shards' headers stay behind when a reader is sent to a worker process."""
         return self.__dict__ | {"_handles": {}}
+
+    def _token_rows(self, index: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        shard, start, end = self._locate(range(len(self))[index])
+        return shard.rows(names, slice(start, end))
 
     def _locate(self, index: int) -> tuple[ShardRows, int, int]:
         number = bisect_right(self._firsts, index) - 1

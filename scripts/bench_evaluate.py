@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from draftsmith.convert.engine_forward import load_drafter
 from draftsmith.convert.read import read_drafter
 from draftsmith.data.store import HarvestReader
 from draftsmith.train.batch import pack
-from draftsmith.train.evaluate import draft_chains
+from draftsmith.train.evaluate import by_budget, draft_chains
 from draftsmith.train.plan import load_window, plan_windows
 from draftsmith.train.unroll import Unroll, loss_coefficients
 
@@ -44,23 +45,18 @@ def main() -> None:
     drafter, targets = load_drafter(canonical, target).to(device()), draft_targets(canonical).to(device())
     steps, limit = config.evaluate.draft_steps, config.evaluate.batch_tokens
     reader = HarvestReader(config.store("heldout"))
-    groups: list[list] = [[]]
-    tokens = 0
-    for window in plan_windows(reader, max(reader.lengths), steps, "aligned"):
-        if tokens >= options.tokens:
-            break
-        if groups[-1] and sum(one.tokens for one in groups[-1]) + window.tokens > limit:
-            groups.append([])
-        groups[-1].append(window)
-        tokens += window.tokens
+    windows = plan_windows(reader, max(reader.lengths), steps, "aligned")
+    ends = accumulate(window.tokens for window in windows)
+    chosen = [w for w, end in zip(windows, ends, strict=True) if end - w.tokens < options.tokens]
+    groups, tokens = by_budget(chosen, limit), sum(window.tokens for window in chosen)
     head = target.require("head").load().float().to(device())
     unroll = Unroll(drafter, head[targets], targets)
 
     def batches():
         for group in groups:
-            windows = [load_window(reader, one, steps) for one in group]
+            read = [load_window(reader, one, steps) for one in group]
             table = None if device().type == "cpu" else drafter.embedding
-            yield pack(windows, steps, embedding=table).to(device())
+            yield pack(read, steps, embedding=table).to(device())
 
     def replayed() -> None:
         for batch in batches():

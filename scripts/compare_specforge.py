@@ -149,8 +149,8 @@ def specforge_loss(
     described.pretraining_tp, described.rope_theta = 1, spec.rope.theta
     draft = LlamaForCausalLMEagle3(described, attention_backend="sdpa").float()
     ours = drafter.state_dict()
-    missing = draft.load_state_dict(ours, strict=False)
-    assert not missing.unexpected_keys, missing
+    unlike = draft.load_state_dict(ours, strict=False)
+    assert not unlike.unexpected_keys and set(unlike.missing_keys) <= {"embed_tokens.weight", "t2d", "d2t"}, unlike
     with torch.no_grad():
         draft.embed_tokens.weight.copy_(embedding)
         draft.t2d.copy_(inputs.vocab.t2d)

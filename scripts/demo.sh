@@ -13,12 +13,7 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive OMP
 
 mkdir -p $run
 : >$run/seconds.txt
-step() { # step VERB COMMAND...: announce, run, keep the time
-    echo "── $1" >&2
-    local began=$SECONDS
-    "${@:2}"
-    echo "$1 $((SECONDS - began))" >>$run/seconds.txt
-}
+source scripts/steps.sh
 
 step target python scripts/make_smollm2.py $target
 draftsmith plan $config

@@ -24,12 +24,7 @@ mkdir -p $run
 : >$run/seconds.txt
 
 draftsmith() { "$python" -m draftsmith "$@"; }
-step() { # step NAME COMMAND...: announce, run, keep the time
-    echo "── $1" >&2
-    local began=$SECONDS
-    "${@:2}"
-    echo "$1 $((SECONDS - began))" >>$run/seconds.txt
-}
+source scripts/steps.sh
 ready() {
     local began=$SECONDS
     until "$python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/health', timeout=5)" 2>/dev/null; do

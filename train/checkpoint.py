@@ -13,6 +13,7 @@ order of the data and the seeds of random numbers are functions of the step.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -202,11 +203,8 @@ def _compare_bytes(checkpoint: Path, described: dict[str, Any], what: str, mend:
 
 
 def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as handle:
-        while block := handle.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(handle, xxhash.xxh3_128).hexdigest()
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:

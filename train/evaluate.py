@@ -152,7 +152,7 @@ def replay(
     windows = deal(plan_windows(reader, longest, draft_steps, "aligned"), share[1])[share[0]]
     found: dict[int, Chains] = {}
     with meter("evaluate", sum(w.tokens for w in windows), "tokens", quiet=quiet) as progress:
-        for group in _groups(windows, batch_tokens) if windows else []:
+        for group in by_budget(windows, batch_tokens) if windows else []:
             windows_read = [load_window(reader, ref, draft_steps) for ref in group]
             for ref, window in zip(group, windows_read, strict=True):
                 if not bool(torch.isfinite(window.taps).all()):
@@ -222,7 +222,8 @@ def walk(chains: Chains) -> np.ndarray:
     return np.array(visited, dtype=np.int64)
 
 
-def _groups(windows: list[WindowRef], batch_tokens: int) -> list[list[WindowRef]]:
+def by_budget(windows: list[WindowRef], batch_tokens: int) -> list[list[WindowRef]]:
+    """Batches of windows, the shortest first, of at most `batch_tokens` tokens or one window."""
     groups: list[list[WindowRef]] = [[]]
     for window in sorted(windows, key=lambda w: (w.tokens, w.conversation)):
         if groups[-1] and sum(w.tokens for w in groups[-1]) + window.tokens > batch_tokens:

@@ -8,6 +8,7 @@ shift or a truncated file all fail, and the guard tries the likely causes to nam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,11 +59,9 @@ def check_teacher(
             hits += int((_choose(conversation.final[rows], head) == conversation.input_ids[rows + 1]).sum())
             positions += len(rows)
         elif conversation.mean_logprob is not None:
-            measured = [
-                _logprob(conversation.final[rows], head, conversation.input_ids[rows + 1], temperature)
-                for temperature in (1.0, conversation.temperature)
-            ]
-            gap_sums += (torch.tensor(measured) - conversation.mean_logprob).abs() * len(rows)
+            readings = (1.0, conversation.temperature)
+            measured = _logprobs(conversation.final[rows], head, conversation.input_ids[rows + 1], readings)
+            gap_sums += (measured - conversation.mean_logprob).abs() * len(rows)
             sampled += len(rows)
     agreement = hits / positions if positions else None
     gap = float(gap_sums.min()) / sampled if sampled else None
@@ -114,15 +113,13 @@ def _choose(final: Tensor, head: Tensor) -> Tensor:
     return torch.cat(parts) if len(final) else torch.empty(0)
 
 
-def _logprob(final: Tensor, head: Tensor, ids: Tensor, temperature: float) -> float:
-    """Mean log-probability of `ids` after the rows of `final`."""
-    parts = [
-        torch.log_softmax(part.to(head.device).float() @ head.t() / temperature, -1).gather(
-            1, chosen[:, None].to(head.device)
-        )
-        for part, chosen in zip(final.split(512), ids.split(512), strict=True)
-    ]
-    return float(torch.cat(parts).mean())
+def _logprobs(final: Tensor, head: Tensor, ids: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """float64 (temperatures,): mean log-probability of `ids` after the rows of `final`, on the host."""
+    sums = torch.zeros(len(temperatures), dtype=torch.float64)
+    for part, chosen in zip(final.split(512), ids.split(512), strict=True):
+        logits, places = part.to(head.device).float() @ head.t(), chosen[:, None].to(head.device)
+        sums += torch.tensor([float(torch.log_softmax(logits / t, -1).gather(1, places).sum()) for t in temperatures])
+    return sums / len(ids)
 
 
 def _cause(sample: list[HarvestedConversation], head: Tensor, norm: Tensor, eps: float, threshold: float) -> str:

@@ -83,4 +83,4 @@ def _labels(reader: HarvestReader, number: int, rule: MaskRule) -> Tensor:
     ids, mask = reader.tokens(number)
     generated = mask.numpy()
     rows = torch.from_numpy(supervised(generated, turns(generated), 0, rule).nonzero()[0])
-    return ids[rows + 2] if reader.about(number).greedy else reader.window(number).argmax[rows + 1]
+    return ids[rows + 2] if reader.about(number).greedy else reader.argmax(number)[rows + 1]

@@ -90,9 +90,10 @@ def step_counts(batch: list[WindowRef], unroll_steps: int) -> list[int]:
 
 def load_window(reader: HarvestReader, ref: WindowRef, unroll_steps: int) -> Window:
     """Read a window's rows, and the lookahead that its last chains need, from the store."""
-    generated = reader.tokens(ref.conversation)[1].numpy()  # turns are counted from the conversation's beginning
-    rows = slice(ref.start, min(len(generated), ref.stop + unroll_steps + 1))
+    rows = slice(ref.start, min(reader.lengths[ref.conversation], ref.stop + unroll_steps + 1))
     conversation = reader.window(ref.conversation, rows.start, rows.stop)
+    # turns are counted from the conversation's beginning
+    generated = (reader.tokens(ref.conversation)[1] if rows.start else conversation.generated).numpy()
     import torch
 
     return Window(
