@@ -18,7 +18,8 @@ target=$1 engine=$2
 shift 2
 config=smollm2-gpu run=runs/smollm2-gpu
 python=${PYTHON:-python3} device=${DEVICE:-cuda} port=30000 none={}
-settings=("target.path=$target" synthesize.temperature=0.7 "synthesize.answers=${ANSWERS:-3}" "$@") options=${ENGINE_OPTIONS:-}
+settings=("target.path=$target" prompts.train=$run/prompts-train.jsonl prompts.heldout=$run/prompts-heldout.jsonl)
+settings+=(synthesize.temperature=0.7 "synthesize.answers=${ANSWERS:-3}" "$@") options=${ENGINE_OPTIONS:-}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 mkdir -p $run
 : >$run/seconds.txt

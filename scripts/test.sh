@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up and run every check: ruff, types, tests, and the tests that drive the real SGLang and vLLM.
 #   scripts/test.sh          everything; builds the engines' environments too
-#   scripts/test.sh --fast   no engines and no slow tests, about four minutes with set-up
+#   scripts/test.sh --fast   no engines and no slow tests, about five minutes with set-up
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
