@@ -11,6 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -124,7 +125,10 @@ class ShardFile:
         missing = [index for index, one in enumerate(self._stored) if one is None]
         if missing:
             raise DraftsmithError("a shard lacks conversations", where=self.file, found=f"no number {missing[0]}")
-        sha256 = sha256_file(self._temporary)
+        with ThreadPoolExecutor(1) as flusher:  # neither waits for the other: both end with the last shard
+            flushed = flusher.submit(os.fsync, self._handle)
+            sha256 = sha256_file(self._temporary)
+            flushed.result()
         self._stack.close()
         return Shard(
             file=self.file.name,

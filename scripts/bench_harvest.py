@@ -52,8 +52,6 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """Llama configurations of known sizes."""
 
-READING_ROUNDS = 3
-
 
 @dataclass(frozen=True)
 class Work:
@@ -180,7 +178,7 @@ def rounds(options: argparse.Namespace, device: torch.device, folder: Path) -> I
             "share_of_plain": round(best["plain"] / best[codec], 3),
             "bytes_per_token": round(size / work.tokens, 1),
             "written_MB_per_second": round(size / best[codec] / 1e6),
-            **bench_reading.measure(path, READING_ROUNDS),
+            **(bench_reading.measure(path, options.reading_rounds) if options.reading_rounds else {}),
             "seconds": {name: [round(one, 2) for one in found] for name, found in times.items()},
         }
 
@@ -195,6 +193,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--shard-tokens", type=int, help="default: 32,768 on a GPU, 131,072 on a CPU")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--reading-rounds", type=int, default=3, help="0: the stores are not read")
     parser.add_argument("--head", action="store_true", help="the plain forward computes logits too")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="write the figures there too")
