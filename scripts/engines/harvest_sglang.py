@@ -5,6 +5,7 @@ Behind the layers stands the final state, after the norm. Runs under the engine'
 operators of sglang_cpu (SGLANG_USE_CPU_ENGINE=1 and that folder on PYTHONPATH).
 """
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,13 @@ class States:
 
 def start(job: dict[str, Any]) -> tuple[str, harvest_common.Compute]:
     import sglang
+    from sglang.srt.server_args import ServerArgs
 
+    lacking = {"return_aux_hidden_state_layer_ids", "forward_hooks"} - set(inspect.signature(ServerArgs).parameters)
+    if lacking:
+        raise RuntimeError(
+            f"SGLang {sglang.__version__} cannot hand out layers: it lacks {', '.join(sorted(lacking))}; 0.5.23 has them"
+        )
     return sglang.__version__, States(job).compute
 
 

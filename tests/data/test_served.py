@@ -112,3 +112,24 @@ def test_several_processes_or_workers_are_refused(tiny: Path) -> None:
         _check_engine(read_target(tiny), Rank(0, 2, 0, 2))
     with pytest.raises(ValueError, match="workers=1"):
         HarvestSection(backend="vllm", workers=2)
+
+
+def test_an_sglang_that_cannot_hand_out_layers_is_refused_with_its_version(
+    tmp_path: Path, make_config: Callable[..., RunConfig], put_conversations: Callable[..., Any]
+) -> None:
+    """SGLang 0.5.15 has forward hooks, and no argument that names the layers to capture."""
+    package = tmp_path / "old" / "sglang" / "srt"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text('__version__ = "0.5.15"\n')
+    (package / "__init__.py").touch()
+    (package / "server_args.py").write_text(
+        "class ServerArgs:\n    def __init__(self, model_path: str, forward_hooks: list) -> None: ...\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parents[1]} exec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    config = make_config(harvest__backend="sglang", harvest__engine_python=str(python))
+    put_conversations(config, PARTS)
+    with pytest.raises(DraftsmithError, match=r"SGLang 0\.5\.15 cannot hand out layers: it lacks return_aux_hidden"):
+        harvest(config, "train")
+    assert not list(config.store("train").glob("*.safetensors"))
