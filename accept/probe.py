@@ -146,7 +146,8 @@ def judge(
     """Score every variant on harvested conversations and say what fits."""
     head = target.require("head").load().float()
     current, taken, rows, alike = described(network), list[Variant](), list[Row](), list[str]()
-    tensors = tensor_findings(network)
+    spectra = spectra_of(network)
+    tensors = tensor_findings(network, spectra)
     whole, benches = Bench(spots, head, steps), heats(spots, head, steps)
     for number in range(1, ROUNDS + 1):
         choices = [v for v in variants(network, target.rope.theta) if v.group not in {t.group for t in taken}]
@@ -176,7 +177,7 @@ def judge(
         for v in taken
     ]  # fmt: skip
     drafter = current.module(network)
-    numbers: dict[str, Any] = {"spectrum": {n: spectrum(w) for n, w in network.weights.items() if w.dim() == 2}}
+    numbers: dict[str, Any] = {"spectrum": spectra}
     others, measured = taught_findings(whole, drafter, current)
     numbers |= measured
     everything = [*findings, *tensors, *causes, *others]
@@ -238,7 +239,12 @@ def _leader(alive: Sequence[str], scores: dict[str, Score]) -> str:
     return max(sound, key=lambda n: scores[n].mean)
 
 
-def tensor_findings(network: Network) -> list[Finding]:
+def spectra_of(network: Network) -> dict[str, float]:
+    """`spectrum` of every matrix."""
+    return {name: spectrum(weight) for name, weight in network.weights.items() if weight.dim() == 2}
+
+
+def tensor_findings(network: Network, spectra: dict[str, float]) -> list[Finding]:
     """Tensors that are missing, norms that hold nothing but ones, matrices in which nothing was learnt."""
     found = [
         Finding(
@@ -257,8 +263,8 @@ def tensor_findings(network: Network) -> list[Finding]:
             )
             for name in ones
         ]  # fmt: skip
-    for name, weight in network.weights.items():
-        if weight.dim() == 2 and name not in network.missing and (share := spectrum(weight)) < STRUCTURELESS:
+    for name, share in spectra.items():
+        if name not in network.missing and share < STRUCTURELESS:
             found.append(
                 Finding(
                     name=f"{name} random",

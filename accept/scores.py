@@ -10,24 +10,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.accept.spot import Spot
-from draftsmith.train.batch import Batch, StepRows, pack
-from draftsmith.train.evaluate import HEAD_ROWS
+from draftsmith.train.batch import Batch, pack
 from draftsmith.train.model import Drafter
 from draftsmith.train.unroll import unroll_steps
 
 BATCH_TOKENS = 2048
 FLOOR = 0.01
 KEPT_ELEMENTS = 1 << 27
+HEAD_ELEMENTS = 1 << 24
+"""Of one product with a head over the draft vocabulary."""
 
-Place = tuple[int, int, int]
-"""First conversation of a batch, step, first row of a slice."""
+TILE_ELEMENTS = 1 << 17
+"""Of what is made of such a product in one go, so that it stays in a processor's cache."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts of one step: what the draft head reads (n, hidden), the row of `final` that teaches each, and its label."""
+
+    normed: Tensor
+    teachers: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The target's distribution at some rows.
+
+    Attributes:
+        p: (rows, D), over the draft vocabulary; 0 where a draft id means no token.
+        negentropy: (rows,), sum of p log p. outside: (rows,), what falls on tokens outside the draft vocabulary.
+    """
+
+    p: Tensor
+    negentropy: Tensor
+    outside: Tensor
 
 
 @dataclass(frozen=True)
@@ -78,26 +101,25 @@ class Bench:
     def __init__(self, spots: Sequence[Spot], head: Tensor, steps: int) -> None:
         self.spots, self.head, self.steps = spots, head.float(), steps
         self._batches: dict[tuple[tuple[int, ...], int], list[tuple[list[int], Batch]]] = {}
-        self._totals: dict[int, Tensor] = {}
-        self._taught: dict[tuple[bytes, int, int, int], Tensor] = {}
+        self._lessons: dict[tuple[bytes, int, int], Lesson] = {}
 
     @torch.no_grad()
     def score(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor, shift: int = 0) -> Score:
         """Score a drafter that reads `taps` of index t + shift and whose drafts mean `targets` int64 (D,)."""
         nats, logs, drafts, right = (np.zeros((len(self.spots), self.steps)) for _ in range(4))
         for members, batch in self._packed(taps, shift):
-            teachers = teaching_rows(batch)
-            total, owner = self._total(members[0], batch), owners(batch)
-            for step, (rows, everywhere) in enumerate(unroll_steps(drafter, batch)):
-                normed = everywhere[rows.active]
-                values, plain, hits = self._measure(
-                    drafter, batch, total, rows, normed, teachers[step], targets, (members[0], step)
-                )
+            teachers, owner = teaching_rows(batch), owners(batch)
+            steps = [
+                Drafts(everywhere[rows.active], teachers[step], rows.labels)
+                for step, (rows, everywhere) in enumerate(unroll_steps(drafter, batch))
+            ]
+            total = torch.cat([self.spots[n].total[: len(self._window(n))] for n in members])
+            measured = self._measure(drafter, batch.final, total, steps, targets, members[0])
+            for step, (rows, values) in enumerate(zip(batch.steps, measured, strict=True)):
                 for place, number in enumerate(members):
                     own = owner[rows.active] == place
-                    nats[number, step] = float(values[own].double().sum())
-                    logs[number, step] = float(plain[own].double().sum())
-                    right[number, step] = float(hits[own].sum())
+                    sums = values[:, own].double().sum(1).tolist()
+                    nats[number, step], logs[number, step], right[number, step] = sums
                     drafts[number, step] = int(own.sum())
         return Score(nats, logs, drafts, right)
 
@@ -128,59 +150,59 @@ class Bench:
             everywhere = torch.ones_like(window.generated)
             batch = pack([replace(window, generated=everywhere, turn=torch.zeros_like(window.turn))], 1)
             rows, everywhere = next(iter(unroll_steps(drafter, batch)))
-            normed = everywhere[rows.active]
-            values, _, _ = self._measure(
-                drafter, batch, self._normaliser(batch), rows, normed, teaching_rows(batch)[0], targets
-            )
-            made = spot.generated.tolist()
-            for t, value in zip(batch.queries[rows.active].tolist(), values.tolist(), strict=True):
+            made, sorts = spot.generated.tolist(), dict[int, str]()
+            for t in batch.queries[rows.active].tolist():
                 if t + 1 in spot.ends:
-                    found["behind"].append(value)
+                    sorts[t] = "behind"
                 elif made[t + 1] and made[t + 2]:
-                    found["later" if made[t] else "first"].append(value)
+                    sorts[t] = "later" if made[t] else "first"
+            asked = torch.tensor([t in sorts for t in batch.queries[rows.active].tolist()])
+            one = Drafts(everywhere[rows.active][asked], teaching_rows(batch)[0][asked], rows.labels[asked])
+            (measured,) = self._measure(drafter, batch.final, spot.total, [one], targets)
+            for sort, value in zip(sorts.values(), measured[0].tolist(), strict=True):
+                found[sort].append(value)
         return {name: (float(np.mean(values)) if values else 0.0, len(values)) for name, values in found.items()}
 
     def _measure(
         self,
         drafter: Drafter,
-        batch: Batch,
+        final: Tensor,
         total: Tensor,
-        rows: StepRows,
-        normed: Tensor,
-        teachers: Tensor,
+        steps: Sequence[Drafts],
         targets: Tensor,
-        place: tuple[int, int] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Score, expected log-probability, and whether it is right, of each draft of a step; all (n,)."""
-        usable, floor = (targets >= 0) & (targets < len(self.head)), FLOOR / len(self.head)
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for first in range(0, len(normed), HEAD_ROWS):
-            part = slice(first, first + HEAD_ROWS)
-            label, logits = rows.labels[part], drafter.lm_head(normed[part]).float()
-            log_p = self._teacher(batch, total, teachers[part], targets, (*place, first) if place else None)
-            p, q = log_p.exp() * usable, logits.softmax(-1)
-            outside = (1 - p.sum(-1)).clamp(min=0)
-            ratio = ((p + q) / 2).clamp(min=1e-30).log() - log_p
-            parts.append(
-                (
-                    (p * ratio).sum(-1) - outside * np.log(2),
-                    (p * ((1 - FLOOR) * q + floor).log()).sum(-1) + outside * np.log(floor),
-                    (targets[logits.argmax(-1)] == label).float(),
-                )
-            )
-        score, logs, right = (torch.cat(part) for part in zip(*parts, strict=True))
-        return score, logs, right
+        batch: int | None = None,
+    ) -> list[Tensor]:
+        """Score, expected log-probability, and whether it is right, of the drafts of each step: (3, n) each.
 
-    def _teacher(self, batch: Batch, total: Tensor, rows: Tensor, targets: Tensor, place: Place | None) -> Tensor:
-        """log p (n, D) of the draft vocabulary at rows of a batch; kept for the next way of reading where there is room."""
+        Args:
+            final, total: the rows that teach, and their log of the sum of exp of all logits.
+            batch: a number of these rows, under which what they teach is kept for the next way of reading.
+        """
+        found = [torch.zeros(3, len(one.labels)) for one in steps]
+        taught = torch.cat([one.teachers for one in steps]).unique()
+        for first, rows in enumerate(taught.split(max(1, HEAD_ELEMENTS // len(targets)))):
+            lesson = self._lesson(final[rows], total[rows], targets, None if batch is None else (batch, first))
+            for one, values in zip(steps, found, strict=True):
+                mine = ((one.teachers >= rows[0]) & (one.teachers <= rows[-1])).nonzero()[:, 0]
+                if len(mine):
+                    logits, place = (
+                        drafter.lm_head(one.normed[mine]).float(),
+                        torch.searchsorted(rows, one.teachers[mine]),
+                    )
+                    values[:, mine] = _compare(lesson, place, logits, targets, one.labels[mine], len(self.head))
+        return found
+
+    def _lesson(self, final: Tensor, total: Tensor, targets: Tensor, place: tuple[int, int] | None) -> Lesson:
+        """What rows of the target teach about the draft vocabulary; kept under `place` where there is room."""
         key = (targets.numpy().tobytes(), *place) if place else None
-        if key is not None and key in self._taught:
-            return self._taught[key]
-        columns = self.head[targets.clamp(0, len(self.head) - 1)]
-        log_p = batch.final[rows] @ columns.T - total[rows, None]
-        if key is not None and sum(kept.numel() for kept in self._taught.values()) + log_p.numel() <= KEPT_ELEMENTS:
-            self._taught[key] = log_p
-        return log_p
+        if key is not None and key in self._lessons:
+            return self._lessons[key]
+        log_p = final @ self.head[targets.clamp(0, len(self.head) - 1)].T - total[:, None]
+        p = log_p.exp() * ((targets >= 0) & (targets < len(self.head)))
+        lesson = Lesson(p, (p * log_p).sum(-1), (1 - p.sum(-1)).clamp(min=0))
+        if key is not None and sum(kept.p.numel() for kept in self._lessons.values()) + p.numel() <= KEPT_ELEMENTS:
+            self._lessons[key] = lesson
+        return lesson
 
     def _window(self, number: int) -> Tensor:
         spot = self.spots[number]
@@ -204,17 +226,21 @@ class Bench:
             ]
         return self._batches[key]
 
-    def _total(self, first: int, batch: Batch) -> Tensor:
-        """log of the sum of exp of all logits, for the rows of `batch.final` that teach."""
-        if first not in self._totals:
-            self._totals[first] = self._normaliser(batch)
-        return self._totals[first]
 
-    def _normaliser(self, batch: Batch) -> Tensor:
-        total = torch.zeros(len(batch.final))
-        for rows in batch.lessons.taught.split(HEAD_ROWS):
-            total[rows] = torch.logsumexp(batch.final[rows] @ self.head.T, dim=-1)
-        return total
+def _compare(lesson: Lesson, place: Tensor, logits: Tensor, targets: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
+    """(3, n) of `Bench._measure` from the draft head's logits (n, D); `place` int64 (n,) says which row teaches each."""
+    found, floor = torch.empty(3, len(labels)), FLOOR / vocabulary
+    size = max(1, TILE_ELEMENTS // len(targets))
+    for first in range(0, len(labels), size):
+        part = slice(first, first + size)
+        p, q = lesson.p[place[part]], logits[part].softmax(-1)
+        found[0, part] = (p + q).mul_(0.5).clamp_(min=1e-30).log_().mul_(p).sum(-1)
+        found[1, part] = q.mul_(1 - FLOOR).add_(floor).log_().mul_(p).sum(-1)
+        found[2, part] = (targets[logits[part].argmax(-1)] == labels[part]).float()
+    outside = lesson.outside[place]
+    found[0] -= lesson.negentropy[place] + outside * np.log(2)
+    found[1] += outside * np.log(floor)
+    return found
 
 
 def owners(batch: Batch) -> Tensor:
@@ -238,6 +264,7 @@ def spectrum(weight: Tensor) -> float:
     a matrix that nothing was learnt into, more once training has added directions to it.
     """
     rows, columns = weight.shape
-    centred: Any = weight.double() - weight.double().mean()
+    centred = weight.double() - weight.double().mean()
     edge = float(centred.std()) * (rows**0.5 + columns**0.5)
-    return float(torch.linalg.matrix_norm(centred, 2)) / edge if edge else 0.0
+    square = centred @ centred.T if rows < columns else centred.T @ centred
+    return float(torch.linalg.eigvalsh(square)[-1].clamp(min=0).sqrt()) / edge if edge else 0.0

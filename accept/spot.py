@@ -16,6 +16,7 @@ from draftsmith.data.conversations import Conversation, read_conversations
 from draftsmith.data.harvest import plan_batches
 from draftsmith.data.target_model import LoadedTarget, load_target
 from draftsmith.train.batch import Window, turns
+from draftsmith.train.evaluate import HEAD_ROWS
 
 BATCH_TOKENS = 2048
 
@@ -28,6 +29,7 @@ class Spot:
         ids: int64 (T,). generated: bool (T,).
         layers: tap -> (T, H), the residual stream entering that layer.
         final: (T, H), the input of the head. unnormed: (T, H), the input of the final norm.
+        argmax: int64 (T,), the most likely next token. total: (T,), log of the sum of exp of all logits.
         greedy: the text is the target's greedy answer.
         ends: indices of end-of-turn tokens that the target wrote itself; a turn that was cut has none.
         added: tokens at the end that are not the conversation's own, but what stands behind a turn elsewhere.
@@ -40,6 +42,7 @@ class Spot:
     final: Tensor
     unnormed: Tensor
     argmax: Tensor
+    total: Tensor
     greedy: bool
     ends: tuple[int, ...]
     added: int
@@ -103,7 +106,7 @@ def harvest_spot(config: RunConfig, taps: Sequence[int], limit: int, longest: in
             found[index] = Spot(
                 chosen[index].id, torch.tensor(rows[index]), mask,
                 {tap: states[place, :length] for tap, states in layers.items()}, read, unnormed[place, :length],
-                target.head(read.to(target.device)).argmax(-1).cpu(), chosen[index].greedy, _ends(chosen[index], length), added[index],
+                *_read_out(target, read), chosen[index].greedy, _ends(chosen[index], length), added[index],
             )  # fmt: skip
     return [found[index] for index in range(len(chosen))]
 
@@ -133,6 +136,17 @@ def _forward(
         final = target.trunk(input_ids=ids.to(target.device), use_cache=False).last_hidden_state
     unnormed = seen.pop(-1)
     return seen, unnormed, final.float().cpu()
+
+
+@torch.no_grad()
+def _read_out(target: LoadedTarget, final: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely next token, and the log of the sum of exp of all logits, of each row of `final`; both (T,)."""
+    best, total = [], []
+    for rows in final.split(HEAD_ROWS):
+        logits = target.head(rows.to(target.device)).float()
+        best.append(logits.argmax(-1).cpu())
+        total.append(logits.logsumexp(-1).cpu())
+    return torch.cat(best), torch.cat(total)
 
 
 def _ends(conversation: Conversation, length: int) -> tuple[int, ...]:

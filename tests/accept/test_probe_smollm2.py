@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.accept import probe
 from draftsmith.accept.network import build, read_network
-from draftsmith.accept.probe import judge, taught_findings, tensor_findings
+from draftsmith.accept.probe import judge, spectra_of, taught_findings, tensor_findings
 from draftsmith.accept.scores import Bench
 from draftsmith.accept.spot import harvest_spot
 from draftsmith.accept.store_states import store_findings
@@ -192,12 +192,14 @@ def test_d2t_of_absolute_ids(room, plant):
     ],
 )  # fmt: skip
 def test_a_lost_or_untrained_tensor(plant, name, edit, words):
-    (found,) = tensor_findings(plant(edit=edit))
+    network = plant(edit=edit)
+    (found,) = tensor_findings(network, spectra_of(network))
     assert found.name == name and words in found.cause
 
 
 def test_a_good_drafters_tensors_raise_nothing(plant):
-    assert tensor_findings(plant()) == []
+    network = plant()
+    assert tensor_findings(network, spectra_of(network)) == []
 
 
 def test_a_mask_shifted_by_one(room, plant):
