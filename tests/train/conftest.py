@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from draftsmith.configs.schema import load_config
 from tests.preparing import make_ready
+from tests.train import warm
 
 _spec = importlib.util.spec_from_file_location("tiny_target", Path(__file__).parents[1] / "tiny_target.py")
 tiny_target = importlib.util.module_from_spec(_spec)
@@ -55,6 +57,13 @@ def prepared(tmp_path_factory):
     file.write_text(json.dumps(values))
     make_ready(load_config(file))
     return file
+
+
+@pytest.fixture(scope="session")
+def warm_python():
+    """An executable in the place of python, which starts the trainer without waiting for imports."""
+    with tempfile.TemporaryDirectory() as folder, warm.warm_python(Path(folder)) as python:
+        yield python
 
 
 @pytest.fixture

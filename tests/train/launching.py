@@ -18,9 +18,12 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFF
 """One thread: the deterministic mode."""
 
 
-def start(file, *overrides, back_end=None, processes=None, launcher=(), log=None):
-    """Start training; `back_end` names a file of configs/accelerate/, none is plain Python. Leads a process group."""
-    command = [sys.executable]
+def start(file, *overrides, back_end=None, processes=None, launcher=(), log=None, python=None):
+    """Start training; `back_end` names a file of configs/accelerate/, none is plain Python. Leads a process group.
+
+    `python` replaces this one: see tests/train/warm.py.
+    """
+    command = [str(python or sys.executable)]
     if back_end is not None:
         command += [
             "-m",

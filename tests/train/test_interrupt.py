@@ -41,7 +41,7 @@ def said(log):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", [as_verb, start], ids=["draftsmith train", "python -m draftsmith.train"])
-def test_one_process_says_what_stands_and_the_same_command_goes_on(copy, tmp_path, begin):
+def test_one_process_says_what_stands_and_the_same_command_goes_on(copy, tmp_path, warm_python, begin):
     file, log = copy("broken"), tmp_path / "broken.log"
     config = load_config(file, list(SHORT))
     process = begin(file, *SHORT, log=log)
@@ -54,7 +54,7 @@ def test_one_process_says_what_stands_and_the_same_command_goes_on(copy, tmp_pat
     assert "Traceback" not in log.read_text() and not list(config.training.glob(".*"))
     assert begin(file, *SHORT, log=log).wait(60) == 0
     whole = copy("whole")
-    assert start(whole, *SHORT, log=tmp_path / "whole.log").wait(60) == 0
+    assert start(whole, *SHORT, log=tmp_path / "whole.log", python=warm_python).wait(60) == 0
     same_bytes(load_config(whole, list(SHORT)), config)
 
 

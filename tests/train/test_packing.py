@@ -303,11 +303,11 @@ def test_a_store_without_a_whole_shard_stops_in_any_case(sharded):
 
 
 @pytest.mark.slow
-def test_two_processes_skip_the_shard_that_one_of_them_finds_damaged(sharded, tmp_path):
+def test_two_processes_skip_the_shard_that_one_of_them_finds_damaged(sharded, tmp_path, warm_python):
     settings = ["train.damaged_shards=skip", "train.epochs=2", "train.batch_tokens=64"]
     config = load_config(sharded, settings)
     flip(shard_files(config)[1])  # the second process reads this one
-    run(sharded, *settings, back_end="ddp", tmp_path=tmp_path, timeout=120)
+    run(sharded, *settings, back_end="ddp", tmp_path=tmp_path, timeout=120, python=warm_python)
     assert "1 conversations" in (tmp_path / "launch.log").read_text()
     together = losses(config)
     import shutil

@@ -73,9 +73,9 @@ def same_bytes(one, other):
 
 
 @pytest.mark.slow
-def test_a_two_process_run_killed_at_random_moments_ends_in_the_same_bytes(copy, tmp_path):
+def test_a_two_process_run_killed_at_random_moments_ends_in_the_same_bytes(copy, tmp_path, warm_python):
     longer = (f"train.epochs={20 + 10 * KILLS}", "train.evaluate_every=50")
-    reference = run(copy("whole"), *longer, back_end="ddp", tmp_path=tmp_path)
+    reference = run(copy("whole"), *longer, back_end="ddp", tmp_path=tmp_path, python=warm_python)
     file, log = copy("broken"), tmp_path / "broken.log"
     config = load_config(file, list(longer))
     rng = random.Random(SEED)
@@ -98,7 +98,7 @@ def test_a_two_process_run_killed_at_random_moments_ends_in_the_same_bytes(copy,
             print(f"  the launch ended after {time.monotonic() - began:.1f} s")
         else:
             kill_all(launcher)
-    run(file, *longer, back_end="ddp", tmp_path=tmp_path)
+    run(file, *longer, back_end="ddp", tmp_path=tmp_path, python=warm_python)
     same_bytes(reference, config)
     assert not list(config.training.glob(".*"))
     steps = [row["step"] for row in curve(config) if "loss" in row]
@@ -137,33 +137,40 @@ def test_when_the_launcher_is_killed_its_processes_do_not_train_on(copy, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("back_end", ["zero2", "zero3"])
-def test_deepspeed_goes_on_to_the_same_bytes(copy, tmp_path, back_end):
+def test_deepspeed_goes_on_to_the_same_bytes(copy, tmp_path, warm_python, back_end):
     longer = ("train.epochs=12",)
-    reference = run(copy("whole"), *longer, back_end=back_end, tmp_path=tmp_path)
+    reference = run(copy("whole"), *longer, back_end=back_end, tmp_path=tmp_path, python=warm_python)
     file = copy("broken")
     config = load_config(file, list(longer))
-    launcher = start(file, *longer, back_end=back_end, log=tmp_path / "broken.log")
+    launcher = start(file, *longer, back_end=back_end, log=tmp_path / "broken.log", python=warm_python)
     wait_for(lambda: len(saving.checkpoints(config.training)) >= 2, launcher)
     kill_all(launcher)
-    run(file, *longer, back_end=back_end, tmp_path=tmp_path)
+    run(file, *longer, back_end=back_end, tmp_path=tmp_path, python=warm_python)
     same_bytes(reference, config)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_processes_and_back_ends(copy, tmp_path):
+def test_a_run_goes_on_with_other_processes_and_back_ends(copy, tmp_path, warm_python):
     """One process, then two under ZeRO-2, one under DDP, two under ZeRO-3: equal to rounding, no step missing or doubled."""
     longer = ("train.epochs=40", "train.evaluate_every=1000")
-    reference = run(copy("whole"), *longer, tmp_path=tmp_path)
+    reference = run(copy("whole"), *longer, tmp_path=tmp_path, python=warm_python)
     file = copy("moved")
     config = load_config(file, list(longer))
     for back_end, processes in (("single", None), ("zero2", None), ("ddp", 1)):
         launcher, before = (
-            start(file, *longer, back_end=back_end, processes=processes, log=tmp_path / "moved.log"),
+            start(
+                file,
+                *longer,
+                back_end=back_end,
+                processes=processes,
+                log=tmp_path / "moved.log",
+                python=warm_python,
+            ),
             progress(config),
         )
         wait_for(lambda before=before: progress(config) >= before + 7, launcher)
         kill_all(launcher)
-    run(file, *longer, back_end="zero3", tmp_path=tmp_path)
+    run(file, *longer, back_end="zero3", tmp_path=tmp_path, python=warm_python)
     assert [row[0] for row in losses(config)] == [row[0] for row in losses(reference)]
     for (_, loss, norm), (_, their_loss, their_norm) in zip(losses(reference), losses(config), strict=True):
         assert their_loss == pytest.approx(loss, rel=1e-4) and their_norm == pytest.approx(norm, rel=3e-3)
