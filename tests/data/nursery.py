@@ -1,7 +1,9 @@
-"""Runs synthesis and harvest in forked processes, one a rank, and kills them: `python nursery.py CONFIG.json ORDER`.
+"""Runs synthesis and harvest in forked processes, one a rank, and kills them.
 
 Python, torch and transformers are imported once; a fork is ready in milliseconds, so that kills fall into the work and
-not into the start. The ranks find each other as under `accelerate launch`, by environment variables. ORDER is JSON:
+not into the start. The ranks find each other as under `accelerate launch`, by environment variables. Each line of the
+standard input is a JSON list [CONFIG.json, ORDER, ANSWER.json, file for standard error]; when its answer is written, its
+exit code is printed. An order is one of
 
     {"verbs": ["harvest"], "ranks": [2]}                        run once; [1, 2, 3]: each time into an empty store
     {"verbs": ["synthesize", "harvest"], "ranks": 2, "kills": 25, "seed": 0}      see `killed_runs`
@@ -18,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -132,8 +135,8 @@ def killed_runs(config: RunConfig, order: dict) -> dict:
     }  # fmt: skip
 
 
-def main() -> None:
-    config, order = load_config(sys.argv[1]), json.loads(sys.argv[2])
+def follow(file: str, order: dict, answer: str) -> None:
+    config = load_config(file)
     if "kills" in order:
         result = killed_runs(config, order)
     else:
@@ -143,7 +146,25 @@ def main() -> None:
                 shutil.rmtree(config.store("train"), ignore_errors=True)
             result["codes"].append(wait(start(config, order["verbs"], ranks), time.monotonic() + 300))
             result["stores"].append(content(config.store("train")))
-    print(json.dumps(result))
+    Path(answer).write_text(json.dumps(result))
+
+
+def main() -> None:
+    """Each order in a fork of its own, so that it finds nothing but imports."""
+    for line in sys.stdin:
+        file, order, answer, said = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            try:
+                follow(file, order, answer)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            sys.stderr.flush()
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,27 @@ KILLS = int(os.environ.get("DRAFTSMITH_KILLS", "6"))
 """Kills in all; half of them on one rank, half on two. The full number is 50."""
 
 
-def nursery(config: RunConfig, folder: Path, **order: Any) -> dict[str, Any]:
-    file = folder / "nursery.json"
-    file.write_text(config.model_dump_json())
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("nursery.py")), str(file), json.dumps(order)],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    result["said"] = done.stderr
-    return result
+Nursery = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """A function that has an order of tests/data/nursery.py followed; all are followed by one process's forks."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("nursery.py"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+
+        def follow(config: RunConfig, folder: Path, **order: Any) -> dict[str, Any]:
+            assert process.stdin is not None and process.stdout is not None
+            file, answer, said = (folder / name for name in ("nursery.json", "answer.json", "said"))
+            file.write_text(config.model_dump_json())
+            print(json.dumps([str(file), order, str(answer), str(said)]), file=process.stdin, flush=True)
+            assert process.stdout.readline() == "0\n", said.read_text()
+            return json.loads(answer.read_text()) | {"said": said.read_text()}
+
+        yield follow
+        process.communicate()
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -48,7 +58,7 @@ def files(folder: Path) -> dict[str, bytes]:
     ("dtype", "codec"), [("float32", "bf16"), pytest.param("bfloat16", "fp8", marks=pytest.mark.slow)]
 )
 def test_one_two_and_three_ranks_write_the_same_store_bit_by_bit(
-    make_config: Callable[..., RunConfig], tmp_path: Path, dtype: str, codec: str
+    nursery: Nursery, make_config: Callable[..., RunConfig], tmp_path: Path, dtype: str, codec: str
 ) -> None:
     config = make_config(target__dtype=dtype, harvest__codec=codec, harvest__shard_tokens=110)
     synthesize(config, "train")
@@ -62,7 +72,7 @@ def test_one_two_and_three_ranks_write_the_same_store_bit_by_bit(
 
 @pytest.mark.slow
 def test_ranks_go_on_with_what_another_number_of_ranks_left(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+    nursery: Nursery, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     config = make_config(harvest__shard_tokens=110)
     synthesize(config, "train")
@@ -87,7 +97,7 @@ def test_ranks_go_on_with_what_another_number_of_ranks_left(
 
 @pytest.mark.slow
 def test_a_fault_on_the_first_rank_ends_the_others_and_is_told_once(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+    nursery: Nursery, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     config = make_config(harvest__shard_tokens=110)
     synthesize(config, "train")
@@ -114,7 +124,7 @@ def test_a_store_that_is_being_written_is_not_written_by_another(tmp_path: Path)
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_runs_end_with_the_conversations_and_bytes_of_an_unbroken_one(
-    make_config: Callable[..., RunConfig], tmp_path: Path, ranks: int
+    nursery: Nursery, make_config: Callable[..., RunConfig], tmp_path: Path, ranks: int
 ) -> None:
     config = make_config(harvest__shard_tokens=50, synthesize__batch_size=1)
     verbs = ["synthesize", "harvest"] if ranks == 1 else ["harvest"]
@@ -128,7 +138,7 @@ def test_killed_runs_end_with_the_conversations_and_bytes_of_an_unbroken_one(
 
 @pytest.mark.slow
 def test_two_processes_that_hold_one_target_together_write_its_states_once(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+    nursery: Nursery, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """One long conversation runs in pieces with a cache; sampled ones and a probe ask the sliced head too."""
     config = make_config(harvest__shard_tokens=110, harvest__batch_tokens=60, synthesize__temperature=1.0)
@@ -171,7 +181,9 @@ def test_heads_that_cannot_be_shared_out_are_refused_by_number(tiny: Path) -> No
 
 
 @pytest.mark.slow
-def test_accelerate_launch_harvests_with_two_processes(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_accelerate_launch_harvests_with_two_processes(
+    nursery: Nursery, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     config = make_config(harvest__shard_tokens=110)
     synthesize(config, "train")
     assert nursery(config, tmp_path, verbs=["harvest"], ranks=[1])["codes"] == [[0]]
