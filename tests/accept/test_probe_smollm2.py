@@ -32,11 +32,16 @@ FEW = 6
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory, target_folder):
-    """Run, target, and every conversation's states."""
+def bare_room(tmp_path_factory, target_folder):
+    """Run and target."""
     torch.set_num_threads(1)
-    config = smollm2_run.make_run(tmp_path_factory.mktemp("smollm2"), target_folder)
-    return config, read_target(target_folder), smollm2_run.harvested(config)
+    return smollm2_run.make_run(tmp_path_factory.mktemp("smollm2"), target_folder), read_target(target_folder)
+
+
+@pytest.fixture(scope="module")
+def room(bare_room):
+    """Run, target, and every conversation's states."""
+    return *bare_room, smollm2_run.harvested(bare_room[0])
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +52,9 @@ def long_room(tmp_path_factory, target_folder):
 
 
 @pytest.fixture
-def plant(room, tmp_path):
+def plant(bare_room, tmp_path):
     """A function that copies the drafter, changes config.json or tensors, and reads what came of it."""
-    config, target, _ = room
+    config, target = bare_room
 
     def make(change=None, edit=None):
         folder = tmp_path / "drafter"
