@@ -22,7 +22,7 @@ pytest -q -n 2 -m "not engine and not slow"
 if [ "$mode" = all ]; then
     wait "$sglang"
     bash scripts/setup_engine.sh vllm & vllm=$!
-    pytest -q -n 2 --dist loadgroup --no-loadscope-reorder -m "slow and not engine"
+    pytest -q -n 2 --dist loadgroup -m "slow and not engine"
     wait "$vllm"
-    pytest -q -n 2 --dist loadgroup --no-loadscope-reorder -m engine
+    pytest -q -n 2 --dist loadgroup -m engine
 fi

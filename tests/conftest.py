@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,14 +27,28 @@ LONGEST = (
 """What begins first, so that no process is left alone with it at the end."""
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for xdist, and bring those that take the longest to the front."""
-    for item in items:
-        group = TOGETHER.get(item.path.name)
-        if group and item.path.parent.name in ("accept", "convert", "engines"):
-            item.add_marker(pytest.mark.xdist_group(f"{group}-long" if "rope_base" in item.name else group))
+    """Bring what takes the longest to the front."""
     items.sort(key=lambda item: next((n for n, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `--dist loadgroup` the groups of `TOGETHER`, in the order of `LONGEST`; every other test is on its own.
+
+    xdist's own groups write into node ids, which pytest 9.2 does not let them.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = TOGETHER.get(Path(nodeid.partition("::")[0]).name, nodeid)
+            return "probe-long" if "_rope_base" in nodeid else group
+
+    if config.getoption("dist") != "loadgroup":
+        return None
+    config.option.loadscopereorder = False
+    return Grouped(config, log)
 
 
 @pytest.fixture(scope="session")
