@@ -23,6 +23,7 @@ fi
 exec 9>&-
 
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+export TORCH_COMPILE_DISABLE=1 # --enforce-eager leaves what ranks log-probabilities compiled, by g++ at the first request
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$extra
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive
 exec "$venv/bin/python" -W ignore -m vllm.entrypoints.openai.api_server --model "$target" --host 127.0.0.1 --port "$port" \
