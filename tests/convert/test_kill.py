@@ -108,8 +108,10 @@ while len(reports) < kills and attempts < 10 * kills:
         clear(place)
         continue
     after = look(place)
+    start = time.monotonic()
     if (verb != "convert" or after is None) and os.waitpid(child(place), 0)[1]:
         raise SystemExit(f"the second run of attempt {attempts} failed: " + (work.parent / "errors").read_text()[-2000:])
+    whole = max(whole, time.monotonic() - start)  # other work may slow this machine down meanwhile, or end
     uploads = len(client.list_multipart_uploads(Bucket="shared").get("Uploads", [])) if remote else 0
     linked = os.readlink(place / "latest") if (place / "latest").is_symlink() else None
     reports.append({"after": after, "final": look(place), "uploads": uploads, "linked": linked})
