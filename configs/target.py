@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from draftsmith.configs.drafter import DrafterSpec, RopeSpec, default_taps
 from draftsmith.configs.errors import DraftsmithError, sensible
 from draftsmith.configs.files import read_json, sha256_file, sha256_json
+from draftsmith.configs.weight_sample import weight_sample
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +64,14 @@ ELEMENT_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U1
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor in a safetensors file: its name there, the file, its shape and its safetensors dtype (`BF16`, ...)."""
+    """A tensor in a safetensors file: its name there, the file, its shape, its safetensors dtype (`BF16`, ...), and where
+    its bytes begin and end in the file."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    span: tuple[int, int]
 
     def load(self) -> torch.Tensor:
         """Read this one tensor (memory-mapped; nothing else of the file is read)."""
@@ -99,6 +102,7 @@ class Target:
     tied: bool
     config: dict[str, Any] = field(repr=False)
     text_config: dict[str, Any] = field(repr=False)
+    tensors: dict[str, TensorRef] = field(repr=False)
     embedding: TensorRef | None
     final_norm: TensorRef | None
     head: TensorRef | None
@@ -138,7 +142,8 @@ class Target:
         return ref
 
     def fingerprint(self) -> dict[str, str]:
-        """Hashes that tell this target from another: config, weight index or headers, tokenizer, chat template."""
+        """Hashes that tell this target from another: config, weight index or headers, tokenizer, chat template, and, where
+        all weights are there, a sample of their bytes."""
         marks = {"config": sha256_json(self.config)}
         for label, name in (
             ("index", INDEX),
@@ -157,6 +162,9 @@ class Target:
             ref: TensorRef | None = getattr(self, role)
             if ref is not None:
                 marks[role] = sha256_json([ref.name, list(ref.shape), ref.dtype])
+        named = read_weight_map(self.path / INDEX).keys() if "index" in marks else self.tensors.keys()
+        if self.tensors and named <= self.tensors.keys():
+            marks["weights"] = weight_sample(self.tensors)
         return marks
 
 
@@ -219,6 +227,7 @@ def parse_target(config_file: Path, tensors: dict[str, TensorRef]) -> Target:
         tied=tied,
         config=config,
         text_config=text,
+        tensors=tensors,
         embedding=embedding,
         final_norm=_find(tensors, "final_norm"),
         head=head,
@@ -309,9 +318,13 @@ def locate_tensors(folder: Path) -> dict[str, TensorRef]:
         files = sorted(folder.glob("*.safetensors"))
     found: dict[str, TensorRef] = {}
     for file in files:
-        for name, entry in read_header(file).items():
+        header = read_header(file)
+        base = file.stat().st_size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        for name, entry in header.items():
             if weight_map is None or weight_map.get(name) == file.name:
-                found[name] = TensorRef(name, file, tuple(entry["shape"]), entry["dtype"])
+                first, last = entry["data_offsets"]
+                span = (base + first, base + last)
+                found[name] = TensorRef(name, file, tuple(entry["shape"]), entry["dtype"], span)
     return found
 
 

@@ -38,8 +38,9 @@ def make_run(folder: Path, target: Path, conversations: int = 28, text: str = "h
     config = load_config(folder / "run.yaml")
     file = config.conversations("heldout")
     file.parent.mkdir(parents=True)
-    lines = (HERE / f"{text}.jsonl").read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:conversations]))
+    mark = target_mark(read_target(target))
+    lines = (HERE / f"{text}.jsonl").read_text().splitlines()[:conversations]
+    file.write_text("".join(json.dumps(json.loads(line) | {"target": mark}) + "\n" for line in lines))
     write_checkpoint(folder / "checkpoint")
     convert(folder / "checkpoint", target, config.drafter_folder, dtype="float32")
     return config

@@ -77,6 +77,21 @@ def test_a_wrapper_nests_config_and_weights_and_only_the_last_shard_is_here(tmp_
     assert {ref.name for ref in (target.embedding, target.head, target.final_norm)} == set(tensors)
 
 
+def test_a_target_of_other_weights_is_another_target(tmp_path):
+    """A fine-tune of one kind of matrix in one layer of many is told; how files are cut is not; half a target is not asked."""
+    names = [f"model.layers.{layer}.self_attn.{kind}.weight" for layer in range(200) for kind in ("q_proj", "k_proj")]
+    tensors = {name: torch.randn(64, 64) for name in names} | {"model.norm.weight": torch.ones(64)}
+    mark = read_target(write(tmp_path / "one", BASE, {"model.safetensors": tensors})).fingerprint()["weights"]
+    tuned = tensors | {name: value + 1e-3 for name, value in tensors.items() if "k_proj" in name}
+    assert read_target(write(tmp_path / "tuned", BASE, {"model.safetensors": tuned})).fingerprint()["weights"] != mark
+    halves = {"a.safetensors": dict(list(tensors.items())[:99]), "b.safetensors": dict(list(tensors.items())[99:])}
+    index = {name: file for file, part in halves.items() for name in part}
+    cut = write(tmp_path / "cut", BASE, halves, index)
+    assert read_target(cut).fingerprint()["weights"] == mark
+    (cut / "b.safetensors").unlink()
+    assert "weights" not in read_target(cut).fingerprint()
+
+
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
 def test_known_prefixes(tmp_path, prefix):
     tensors = {f"{prefix}embed_tokens.weight": torch.randn(512, 64), f"{prefix}norm.weight": torch.ones(64)}

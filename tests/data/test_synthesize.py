@@ -23,6 +23,7 @@ from draftsmith.data.harvest import harvest
 from draftsmith.data.store import read_manifest
 from draftsmith.data.summary import planned_conversations
 from draftsmith.data.synthesize import finished_conversations, summary_file, synthesize
+from tests.tiny_target import make_tiny_target
 
 KILLED = """
 import os, signal, sys
@@ -174,10 +175,12 @@ def test_other_settings_prompts_or_targets_are_refused(
         (other / file.name).write_bytes(file.read_bytes())
     settings = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 1e-6}
     (other / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(DraftsmithError, match="another target"):
-        synthesize(make_config(target__path=str(other)), "train")
-    with pytest.raises(DraftsmithError, match="another target"):
-        finished_conversations(make_config(target__path=str(other)), "train")
+    tuned = make_tiny_target(tmp_path / "tuned", seed=1)  # the same in all but its weights' values
+    for another in (other, tuned):
+        with pytest.raises(DraftsmithError, match="another target"):
+            synthesize(make_config(target__path=str(another)), "train")
+        with pytest.raises(DraftsmithError, match="another target"):
+            finished_conversations(make_config(target__path=str(another)), "train")
     config = make_config()
     prompts = Path(config.prompts.train)
     prompts.write_text(prompts.read_text().replace("hello", "goodbye"))
