@@ -341,8 +341,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = _find(source)
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        values = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, RecursionError) as error:
         raise DraftsmithError(f"the configuration is not valid YAML: {error}", where=file) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DraftsmithError(f"the configuration cannot be read: {error}", where=file) from None
@@ -359,6 +359,18 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise _explain(error, file) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key which stands twice: the first of two sections would be forgotten."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if str(key.value) in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def preset_names() -> list[str]:

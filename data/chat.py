@@ -9,10 +9,12 @@ new sequence, rendered as a server renders it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from draftsmith.configs.console import warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import sha256_json
 from draftsmith.data.view import show_rendering
@@ -24,6 +26,12 @@ THINK, THINK_END = "<think>", "</think>"
 
 END_NAMES = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
 """End-of-turn tokens of common templates."""
+
+
+RESERVED = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt"}
+)
+"""What `apply_chat_template` is given here."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +68,22 @@ class ChatFormat:
                 where=getattr(tokenizer, "name_or_path", None),
                 mend="put chat_template.jinja beside tokenizer.json",
             )
-        greeting = [{"role": "user", "content": "Hello"}]
-        with_prompt, without = self._render(greeting, prompt=True), self._render(greeting, prompt=False)
-        if with_prompt == without:
-            self._refuse(
-                "the chat template ignores add_generation_prompt, so the place where an answer begins is unknown",
-                with_prompt,
-                expected="{% if add_generation_prompt %}...{% endif %} at the template's end",
-            )
+        reserved = sorted(self._kwargs.keys() & RESERVED)
+        if reserved:
+            raise DraftsmithError(
+                "draftsmith fills these variables of the chat template itself", where="synthesize.template_kwargs",
+                found=", ".join(reserved), mend="leave them out; tools and messages come from the prompts",
+            )  # fmt: skip
+        self._told: set[str] = set()
         self._reads_reasoning = "reasoning_content" in str(tokenizer.chat_template)
-        self._check_turns_appear()
-        self.prompt_ids(greeting)
+        try:
+            self._examine()
+        except TemplateRefusalError as error:
+            raise DraftsmithError(
+                f"the chat template fails on a plain conversation: {error}",
+                where=getattr(tokenizer, "name_or_path", None), expected="a template that renders user and assistant turns",
+                mend="mend chat_template.jinja, or give it what it needs: synthesize.template_kwargs",
+            ) from None  # fmt: skip
         self.turn_end: tuple[int, ...] = self._find_turn_end()
         """Ids that the template writes right after an assistant's text, up to and with the end-of-turn token."""
         stops = {*configured, *self.turn_end[-1:]}
@@ -100,6 +113,7 @@ class ChatFormat:
             TemplateRefusalError: the template raises an error for these messages.
         """
         text = self._render(messages, tools, prompt=True)
+        self._tell_what_is_left_out(messages, tools or (), text)
         ids = self._tokenise(text)
         bos = self._tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
@@ -209,11 +223,34 @@ class ChatFormat:
             }
         return message
 
+    def _tell_what_is_left_out(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str
+    ) -> None:
+        """Warn, once a kind, of what a template drops without an error. A user's turn that it drops stops at the start."""
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
+        given = {
+            "system text": [str(m["content"]).strip() for m in messages if m["role"] == "system"],
+            "tools": [str((tool.get("function") or tool).get("name", "")) for tool in tools],
+            "tool calls": [str(call["function"]["name"]) for call in calls],
+            "tool results": [str(m["content"]).strip() for m in messages if m["role"] == "tool"],
+        }
+        for kind, parts in given.items():
+            lost = [
+                part for part in parts if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text
+            ]
+            if lost and kind not in self._told:
+                self._told.add(kind)
+                warn(
+                    f"the chat template leaves out the {kind} of prompts, for example {lost[0][:60]!r}: "
+                    "the target does not see them, here or served"
+                )
+
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: bool
     ) -> str:
         from jinja2 import TemplateError
 
+        faults = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -222,8 +259,8 @@ class ChatFormat:
                 add_generation_prompt=prompt,
                 **self._kwargs,
             )
-        except (TemplateError, TypeError) as error:
-            raise TemplateRefusalError(str(error)) from None
+        except faults as error:  # a template is a program of strangers
+            raise TemplateRefusalError(str(error) or type(error).__name__) from None
         return str(text)
 
     def _tokenise(self, text: str) -> list[int]:
@@ -249,6 +286,19 @@ class ChatFormat:
         if not found:
             self._refuse("the chat template leaves out the text of an assistant's turn", rendered, missing=marker)
         return after
+
+    def _examine(self) -> None:
+        """Stop at a template that does not say where an answer begins, leaves turns out, or doubles the BOS token."""
+        greeting = [{"role": "user", "content": "Hello"}]
+        with_prompt, without = self._render(greeting, prompt=True), self._render(greeting, prompt=False)
+        if with_prompt == without:
+            self._refuse(
+                "the chat template ignores add_generation_prompt, so the place where an answer begins is unknown",
+                with_prompt,
+                expected="{% if add_generation_prompt %}...{% endif %} at the template's end",
+            )
+        self._check_turns_appear()
+        self.prompt_ids(greeting)
 
     def _check_turns_appear(self) -> None:
         """Every user turn of a longer conversation must be in the prompt of its last one."""

@@ -69,6 +69,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                     yield Row(number, json.loads(line))
                 except ValueError:  # bad UTF-8 too
                     yield Row(number, fault="not JSON")
+                except RecursionError:
+                    yield Row(number, fault="nested too deeply")
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -82,6 +84,12 @@ def _read_json(path: Path) -> Iterator[Row]:
         while True:
             place = _skip(buffer, place)
             if buffer[place : place + 1] == "]":
+                rest = (buffer[place + 1 :] + handle.read(CHUNK)).strip()
+                if rest:
+                    raise DraftsmithError(
+                        f"something stands behind the JSON array of {number:,} rows", where=path, found=rest[:60],
+                        expected="the end of the file", mend="write one array, or one object a line (.jsonl)",
+                    )  # fmt: skip
                 return
             try:
                 value, end = decoder.raw_decode(buffer, place)
@@ -98,6 +106,11 @@ def _read_json(path: Path) -> Iterator[Row]:
                     ) from None
                 buffer, place = buffer[place:] + more, 0
                 continue
+            except RecursionError:
+                raise DraftsmithError(
+                    f"row {number + 1:,} of the JSON array is nested too deeply to be read", where=path,
+                    mend="take the row out, or write one object a line (.jsonl): a bad line is then skipped",
+                ) from None  # fmt: skip
             number += 1
             yield Row(number, value)
             place = end
@@ -119,9 +132,16 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for batch in table.iter_batches(batch_size=BATCH):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Row(number, value)
+                    yield Row(number, _without_nulls(value))
     except (ArrowException, OSError) as error:
         raise DraftsmithError(f"the parquet file cannot be read: {error}", where=path) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row of a table without its null fields: Arrow gives every struct the fields of all of them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _read_folder(path: Path) -> Iterator[Row]:
@@ -156,7 +176,7 @@ def _read_dataset(source: str) -> Iterator[Row]:
         else:
             rows = load_dataset(str(folder) if folder.is_dir() else name, match["subset"], split=split, streaming=True)
         for number, value in enumerate(rows, start=1):
-            yield Row(number, value)
+            yield Row(number, _without_nulls(value))
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()
         raise DraftsmithError(

@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of OpenAI messages."""
@@ -29,6 +29,9 @@ SPEAKERS = {
 
 KEPT = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 """Fields of a message that a chat template may read."""
+
+TELLING = frozenset("#*/%&@\\")
+"""Signs that Unicode calls punctuation and that make another question: C# and C, 7/3 and 7*3."""
 
 Turn = str | tuple[dict[str, JsonValue], ...]
 """A user's text, or the messages put before the target's answer: the user's, then tool calls and their results."""
@@ -70,9 +73,20 @@ class BadRowError(Exception):
 
 
 def normalise(text: str) -> str:
-    """Text for comparison: Unicode NFKC, lower case, letters and digits only, one space between words."""
+    """Text for comparison: Unicode NFKC, lower case, one space for every run of spaces and of signs that only punctuate.
+
+    What changes a question stays: combining marks (a vowel in Thai or Hindi), symbols, `#` and the like, and any sign between
+    two digits (7-3, 7.3).
+    """
     folded = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join("".join(sign if sign.isalnum() else " " for sign in folded).split())
+    around = f" {folded} "
+    kept = [
+        sign
+        if sign.isalnum() or unicodedata.category(sign)[0] in "MS" or sign in TELLING or (before + after).isdecimal()
+        else " "
+        for before, sign, after in zip(around, folded, around[2:], strict=False)
+    ]
+    return " ".join("".join(kept).split())
 
 
 def read_row(row: Any, fallback_id: str) -> Prompt:
@@ -85,6 +99,22 @@ def read_row(row: Any, fallback_id: str) -> Prompt:
     Raises:
         BadRowError: the row is no prompt; its text is the reason.
     """
+    try:
+        prompt = _read(row, fallback_id)
+        json.dumps(prompt.model_dump(), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRowError("with text that is no valid Unicode") from None
+    except RecursionError:
+        raise BadRowError("nested too deeply") from None
+    except ValidationError as error:
+        surrogate = any(part["type"] == "string_unicode" for part in error.errors(include_url=False))
+        raise BadRowError(
+            "with text that is no valid Unicode" if surrogate else "with values that JSON does not know"
+        ) from None
+    return prompt
+
+
+def _read(row: Any, fallback_id: str) -> Prompt:
     if not isinstance(row, Mapping):
         raise BadRowError("not an object")
     system, turns = row.get("system"), _turns_of(row)
@@ -102,18 +132,13 @@ def read_row(row: Any, fallback_id: str) -> Prompt:
     category = "general" if category is None else category
     if not isinstance(identity, str | int) or isinstance(identity, bool) or not isinstance(category, str):
         raise BadRowError("with a bad id or category")
-    prompt = Prompt(
+    return Prompt(
         id=str(identity) or fallback_id,
         category=category,
         turns=tuple(turns),
         system=system or None,
         tools=_read_tools(row.get("tools")),
     )
-    try:
-        json.dumps(prompt.model_dump(), ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
-        raise BadRowError("with text that is no valid Unicode") from None
-    return prompt
 
 
 def _turns_of(row: Mapping[str, Any]) -> list[Any] | None:
@@ -132,7 +157,9 @@ def _read_turn(turn: Any) -> tuple[dict[str, Any], ...]:
     """A turn given as messages, in draftsmith's own form."""
     if not isinstance(turn, list | tuple):
         raise BadRowError("with content that is no text")
-    _, turns = _read_messages(list(turn), None)
+    system, turns = _read_messages(list(turn), None)
+    if system is not None:
+        raise BadRowError("with a system message inside a turn")
     if len(turns) != 1:
         raise BadRowError("with a turn that does not hold exactly one user message")
     read = turns[0]

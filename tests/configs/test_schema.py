@@ -90,3 +90,14 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
 def test_several_greedy_answers_to_one_prompt_are_refused():
     with pytest.raises(DraftsmithError, match="answers=1, or a temperature"):
         load_config("demo", ["synthesize.answers=2"])
+
+
+def test_a_section_that_stands_twice_is_refused(tmp_path):
+    """YAML readers forget the first of them."""
+    file = tmp_path / "run.yaml"
+    file.write_text("name: x\ntarget: {path: t}\nharvest: {codec: fp8}\nharvest: {workers: 2}\n")
+    with pytest.raises(DraftsmithError, match="'harvest' stands twice"):
+        load_config(file)
+    file.write_text("name: x\ntarget: " + "[" * 5000)
+    with pytest.raises(DraftsmithError, match="not valid YAML"):
+        load_config(file)

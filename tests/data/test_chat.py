@@ -127,3 +127,40 @@ def test_a_template_that_nothing_ends_stops_by_name(tokenizer: Any) -> None:
     tokenizer.eos_token = None
     with pytest.raises(DraftsmithError, match="no token ends"):
         ChatFormat(tokenizer)
+
+
+def test_what_the_template_drops_is_told_once_a_kind(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tests' template writes roles and contents alone."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "q"},
+        call,
+        {"role": "tool", "content": 'say "r"'},
+    ]
+    chat = ChatFormat(tokenizer)
+    for _ in range(2):
+        chat.render(messages, [{"type": "function", "function": {"name": "look", "parameters": {}}}])
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("leaves out the tools of prompts, for example 'look'") == 1
+    assert said.count("leaves out the tool calls of prompts") == 1
+    assert "system text" not in said and "tool results" not in said
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'] | tojson")
+    ChatFormat(tokenizer).render(messages)
+    assert "tool results" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "words"),
+    [
+        ("{{ raise_exception('system first') }}", {}, "fails on a plain conversation: system first"),
+        ("{{ 1 // 0 }}", {}, "fails on a plain conversation: .*zero"),
+        ("{% for %}", {}, "fails on a plain conversation"),
+        (None, {"tools": []}, "fills these variables"),
+        (None, {"tokenize": True, "messages": 1}, "fills these variables"),
+    ],
+)
+def test_a_template_that_fails_stops_by_name(tokenizer: Any, template: str | None, kwargs: Any, words: str) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
+    with pytest.raises(DraftsmithError, match=words):
+        ChatFormat(tokenizer, kwargs=kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import json
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.data.prompt_rows import BadRowError, Prompt, read_row
+from draftsmith.data.prompt_rows import BadRowError, Prompt, normalise, read_row
 from draftsmith.data.prompt_sets import load_prompts, stream_prompts
 from draftsmith.data.rejects import Rejects
 
@@ -120,6 +122,77 @@ def test_reasoning_of_a_kept_tool_call_stays_and_a_call_without_result_goes() ->
 def test_a_bad_row_says_why(messages: Any, reason: str) -> None:
     with pytest.raises(BadRowError, match=reason):
         read_row({"messages": messages}, "x")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "q", "id": "\ud800"}, "no valid Unicode"),
+        ({"prompt": "q", "tools": [{"name": "f", "since": datetime.date(2026, 1, 1)}]}, "JSON does not know"),
+        ({"prompt": "q", "tools": [{"name": b"f"}]}, "JSON does not know"),
+        ({"prompt": "q", "tools": [functools.reduce(lambda inner, _: {"a": inner}, range(2000), {})]}, "JSON does not know|deeply"),
+        ({"turns": [[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]]}, "system message inside a turn"),
+    ],
+)  # fmt: skip
+def test_a_row_that_no_file_should_hold_is_a_bad_row(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRowError, match=reason):
+        read_row(row, "x")
+
+
+def test_a_line_that_is_nested_too_deeply_is_one_bad_row(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": ' + "[" * 100_000 + "]" * 100_000 + '}\n{"prompt": "b"}\n')
+    assert [entry.prompt.turns for entry in stream_prompts(str(file), Rejects(str(file)))] == [("a",), ("b",)]
+    array = tmp_path / "p.json"
+    array.write_text('[{"prompt": "a"}, ' + "[" * 100_000 + "]" * 100_000 + "]")
+    with pytest.raises(DraftsmithError, match="row 2 of the JSON array is nested too deeply"):
+        load_prompts(str(array))
+
+
+def test_what_stands_behind_a_json_array_is_not_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text('[{"prompt": "a"}]\n[{"prompt": "b"}]\n')
+    with pytest.raises(DraftsmithError, match="stands behind the JSON array of 1 rows"):
+        load_prompts(str(file))
+
+
+def test_a_table_gives_no_call_the_arguments_of_another(tmp_path: Path) -> None:
+    """Arrow gives every struct the fields of all of them, and null where there was none."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    def row(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+        }
+        return {"messages": [{"role": "user", "content": name}, call, {"role": "tool", "content": "r"}]}
+
+    parquet.write_table(
+        pa.Table.from_pylist([row("f", {"city": "Bern"}), row("g", {"day": "2"})]), tmp_path / "p.parquet"
+    )
+    calls = [prompt.asked(0)[1]["tool_calls"][0]["function"] for prompt in load_prompts(str(tmp_path / "p.parquet"))]
+    assert calls == [{"name": "f", "arguments": {"city": "Bern"}}, {"name": "g", "arguments": {"day": "2"}}]
+
+
+def test_questions_that_differ_in_a_sign_or_a_vowel_mark_are_different() -> None:
+    texts = [
+        "What is 7+3?",
+        "What is 7-3?",
+        "What is 7*3?",
+        "What is 7/3?",
+        "What is 7.3?",
+        "C++",
+        "C#",
+        "C",
+        "ปี",
+        "ปู",
+        "कि",
+        "की",
+    ]
+    assert len({normalise(text) for text in texts}) == len(texts)
+    assert normalise("Well -- hello, World!") == normalise("  well hello world ")
 
 
 def test_a_json_array_that_breaks_off_stops_with_its_place(tmp_path: Path) -> None:
