@@ -25,6 +25,7 @@ from draftsmith.accept.spot import Spot, harvest_spot
 from draftsmith.accept.store_states import Finding, store_findings
 from draftsmith.accept.variants import Candidate, Variant, described, needed_taps, variants
 from draftsmith.configs.console import closing, console, meter, out, table
+from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import write_json
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import Target, read_target
@@ -46,6 +47,9 @@ ROUNDS = 3
 
 STRUCTURELESS = 1.1
 """`spectrum` of a matrix below which nothing was learnt into it; random ones give 0.97 to 1.02."""
+
+GUESSED = 0.05
+"""Share of right first drafts that the commonest token would reach."""
 
 FEW_BEHIND = 3
 """Drafts behind the end of a turn from which the mask can be judged."""
@@ -119,6 +123,11 @@ def probe(
         f"probe: harvesting up to {conversations} conversations around taps {list(network.spec.taps)}", highlight=False
     )
     spots = harvest_spot(config, needed_taps(network), conversations, longest)
+    if len(spots) < 2:
+        raise DraftsmithError(
+            "one conversation tells no difference from chance", where=config.conversations("heldout"),
+            found=len(spots), expected="two at least, better twenty", mend="draftsmith probe ... --limit 24",
+        )  # fmt: skip
     trained = trained_on(config, {spot.id: spot.prompt for spot in spots})
     warn_of_trained(trained)
     place = store or (config.store("heldout") if (config.store("heldout") / "manifest.json").is_file() else None)
@@ -157,6 +166,7 @@ def judge(
         }
         heat = race(candidates, network, benches, {v.name: v.group for v in choices})
         rows += _rows(number, heat)
+        right = heat.scores[""].acc[0]
         alike = heat.alike
         if not heat.leader:
             break
@@ -164,7 +174,7 @@ def judge(
         if gained < max(SMALL, CLEAR * error):
             alike = [name for name in (heat.leader, *heat.alike) if name]
             break
-        current = candidates[heat.leader]
+        current, right = candidates[heat.leader], heat.scores[heat.leader].acc[0]
         taken.append(next(v for v in choices if v.name == heat.leader))
         if tensors:  # a broken tensor bends every comparison; one round shows the numbers
             break
@@ -180,6 +190,9 @@ def judge(
     numbers: dict[str, Any] = {"spectrum": spectra}
     others, measured = taught_findings(whole, drafter, current)
     numbers |= measured
+    lost = None if tensors else _nothing_fits(right, None if others else measured.get("teacher_kl"))
+    if lost is not None:
+        taken, causes, others, alike = [], [lost], [], []
     everything = [*findings, *tensors, *causes, *others]
     base = next(row for row in rows if row.name == "")
     return Probe(
@@ -197,6 +210,24 @@ def judge(
         findings=everything,
         rows=rows,
         numbers=numbers,
+    )  # fmt: skip
+
+
+def _nothing_fits(right: float, gaps: dict[str, float] | None) -> Finding | None:
+    """The best reading drafts no better than a guess: what made it a little better says nothing of its training."""
+    worse = gaps is not None and gaps["normed"] > gaps["uniform"]
+    if right >= GUESSED and not worse:
+        return None
+    number = f"{right:.1%} of first drafts right at best"
+    if gaps is not None:
+        number += (
+            f", {gaps['normed']:.2f} nats from the target where equal probabilities are {gaps['uniform']:.2f} away"
+        )
+    return Finding(
+        name="no reading fits", number=number,
+        cause="read in no way does it draft what this target says: its rows or blocks are in another order, tensors were exchanged "
+        "or damaged, or it was trained for another target",
+        mend="draftsmith verify DRAFTER --target TARGET --deep; convert the checkpoint again; is it this target's?",
     )  # fmt: skip
 
 
@@ -282,7 +313,7 @@ def taught_findings(bench: Bench, drafter: Any, current: Candidate) -> tuple[lis
     usable = bool(((targets >= 0) & (targets < len(bench.head))).all())
     if not usable:
         return [], {}
-    normed, unnormed = bench.teacher_gap(drafter, current.taps, targets)
+    normed, unnormed, uniform = bench.teacher_gap(drafter, current.taps, targets)
     if unnormed < normed:
         found.append(
             Finding(
@@ -305,7 +336,7 @@ def taught_findings(bench: Bench, drafter: Any, current: Candidate) -> tuple[lis
                 mend="train again with train.mask=aligned",
             )
         )
-    return found, {"teacher_kl": {"normed": normed, "unnormed": unnormed}, "mask": mask}
+    return found, {"teacher_kl": {"normed": normed, "unnormed": unnormed, "uniform": uniform}, "mask": mask}
 
 
 def show(found: Probe) -> None:

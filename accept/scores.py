@@ -124,10 +124,10 @@ class Bench:
         return Score(nats, logs, drafts, right)
 
     @torch.no_grad()
-    def teacher_gap(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor) -> tuple[float, float]:
-        """Mean KL(teacher || drafter) over the draft vocabulary at the first step: with the head's true input, and with
-        the state before the target's final norm in its place."""
-        rows_of_head, sums, count = self.head[targets], [0.0, 0.0], 0
+    def teacher_gap(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor) -> tuple[float, float, float]:
+        """Mean KL(teacher || drafter) over the draft vocabulary at the first step: with the head's true input, with the
+        state before the target's final norm in its place, and of a drafter that gives all tokens the same probability."""
+        rows_of_head, sums, count = self.head[targets], [0.0, 0.0, 0.0], 0
         for members, batch in self._packed(taps, 0):
             teacher = teaching_rows(batch)[0]
             unnormed = torch.cat([self.spots[number].unnormed[: len(self._window(number))] for number in members])
@@ -137,8 +137,10 @@ class Bench:
             for place, states in enumerate((batch.final, unnormed)):
                 log_p = (states[teacher] @ rows_of_head.T).log_softmax(-1)
                 sums[place] += float((log_p.exp() * (log_p - log_q)).sum())
+                if place == 0:
+                    sums[2] += float((log_p.exp() * (log_p + np.log(len(targets)))).sum())
             count += len(rows.labels)
-        return sums[0] / max(1, count), sums[1] / max(1, count)
+        return sums[0] / max(1, count), sums[1] / max(1, count), sums[2] / max(1, count)
 
     @torch.no_grad()
     def mask_evidence(self, drafter: Drafter, taps: tuple[int, ...], targets: Tensor) -> dict[str, tuple[float, int]]:

@@ -180,6 +180,21 @@ def test_d2t_of_absolute_ids(room, plant):
 
 
 @pytest.mark.parametrize(
+    "edit",
+    [
+        lambda t: t.__setitem__("lm_head.weight", t["lm_head.weight"].roll(1, 0)),
+        lambda t: t["d2t"].add_(1),
+    ],
+    ids=["rows of the head moved by one", "d2t one too high"],
+)
+def test_where_nothing_fits_no_cause_is_invented(room, plant, edit):
+    """Some variant of a ruined drafter is always a little better than it; that is no cause."""
+    found = probed(room, plant(edit=edit))
+    assert [finding.name for finding in found.findings] == ["no reading fits"]
+    assert found.fits == [] and not found.as_described
+
+
+@pytest.mark.parametrize(
     ("name", "edit", "words"),
     [
         ("midlayer.hidden_norm.weight holds ones", lambda t: t["midlayer.hidden_norm.weight"].fill_(1), "lost, or never loaded"),
