@@ -291,17 +291,25 @@ class HarvestReader:
         Raises:
             DraftsmithError: a shard whose bytes have changed.
         """
-        for number, shard in enumerate(self.manifest.shards):
+        for number in range(len(self.manifest.shards)):
             with self.shard_file(number) as file:
-                found = sha256_file(file)
-            if found != shard.sha256:
-                raise DraftsmithError(
-                    "a shard's bytes have changed since it was written",
-                    where=self.path / shard.file,
-                    found=f"sha256 {found}",
-                    expected=shard.sha256,
-                    mend=f"rm -r {self.path}; draftsmith harvest CONFIG",
-                )
+                self.verify_shard(number, file)
+
+    def verify_shard(self, number: int, file: Path) -> None:
+        """Compare the bytes of `file`, a shard or a copy of it, with the shard's recorded SHA-256.
+
+        Raises:
+            DraftsmithError: they have changed.
+        """
+        shard, found = self.manifest.shards[number], sha256_file(file)
+        if found != shard.sha256:
+            raise DraftsmithError(
+                "a shard's bytes have changed since it was written",
+                where=self.path / shard.file if self.manifest.location is None else f"{self.manifest.location}/{shard.file}",
+                found=f"sha256 {found}",
+                expected=shard.sha256,
+                mend=f"rm -r {self.path}; draftsmith harvest CONFIG",
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Shards' headers stay behind when a reader is sent to a worker process."""

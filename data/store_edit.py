@@ -11,7 +11,7 @@ from pathlib import Path
 
 from draftsmith.configs.console import closing, meter
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import atomic_file, sha256_file, sha256_json
+from draftsmith.configs.files import atomic_file, sha256_json
 from draftsmith.data.store import HarvestReader, Provenance
 from draftsmith.data.store_writer import SHARD, StoreWriter, as_bytes, plan_shards
 
@@ -57,6 +57,9 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
         max_length=max(manifest.max_length for manifest in manifests),
         shard_tokens=max(manifest.shard_tokens for manifest in manifests),
     )
+    for reader in readers:
+        if reader.manifest.location is None:  # what is fetched is checked when it is there
+            _refuse_changed(reader, f"check {reader.path.name}")
     shards = [(reader, place) for reader in readers for place in range(len(reader.manifest.shards))]
     with StoreWriter(out, provenance) as writer, meter("merge", len(shards), "shards") as progress:
         for number, (reader, place) in enumerate(shards):
@@ -64,7 +67,7 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
                 shard = reader.manifest.shards[place]
                 moved = shard.model_copy(update={"file": SHARD.format(number)})
                 with reader.shard_file(place) as file:
-                    _link_or_copy(file, out / moved.file, shard.sha256)
+                    _link_or_copy(reader, place, file, out / moved.file)
                 writer.record(moved)
             progress.advance(1)
     tokens = sum(manifest.tokens for manifest in manifests)
@@ -78,7 +81,7 @@ def split(source: Path, train: Path, heldout: Path, *, share: float, seed: int) 
     Sequences of one conversation (`ID#2`) stay together.
 
     Raises:
-        DraftsmithError: `share` leaves one side empty; another store at `train` or `heldout`.
+        DraftsmithError: a shard that has changed since it was written; `share` leaves one side empty; another store at `train` or `heldout`.
     """
     reader = HarvestReader(source)
     known = set(reader.ids)
@@ -94,6 +97,7 @@ def split(source: Path, train: Path, heldout: Path, *, share: float, seed: int) 
             "one side of the split would be empty", where=source, found=f"{share:g} of {len(names):,} conversations",
             expected="a share that leaves at least one on each side",
         )  # fmt: skip
+    _refuse_changed(reader, f"check {source.name}")
     parts: list[tuple[Path, list[int]]] = [(train, []), (heldout, [])]
     for index, name in enumerate(reader.ids):
         parts[conversation(name) in chosen][1].append(index)
@@ -134,19 +138,26 @@ def _copy(reader: HarvestReader, indices: Sequence[int], out: Path, mark: list[o
             progress.advance(sum(lengths[place] for place in part))
 
 
-def _link_or_copy(source: Path, destination: Path, sha256: str) -> None:
+def _refuse_changed(reader: HarvestReader, doing: str) -> None:
+    """Stop at a shard that is not what its manifest says."""
+    with meter(doing, len(reader.manifest.shards), "shards") as progress:
+        for number in range(len(reader.manifest.shards)):
+            with reader.shard_file(number) as file:
+                reader.verify_shard(number, file)
+            progress.advance(1)
+
+
+def _link_or_copy(reader: HarvestReader, number: int, source: Path, destination: Path) -> None:
+    """A shard under another name; of a symbolic link the file it points to. What is no link to a checked file is checked."""
     with atomic_file(destination) as temporary:
         try:
-            os.link(source, temporary)
-            return
+            os.link(source.resolve(), temporary)
+            linked = True
         except OSError:
             shutil.copyfile(source, temporary)
-        found = sha256_file(temporary)
-        if found != sha256:
-            raise DraftsmithError(
-                "a shard's bytes have changed since it was written", where=source, found=f"sha256 {found}",
-                expected=sha256, mend="harvest that store again",
-            )  # fmt: skip
+            linked = False
+        if not linked or reader.manifest.location is not None:
+            reader.verify_shard(number, temporary)
 
 
 def _refuse_difference(first: HarvestReader, other: HarvestReader) -> None:

@@ -191,6 +191,25 @@ def test_a_conversation_that_two_stores_hold_is_named(tmp_path: Path) -> None:
         merge([one, two], tmp_path / "both")
 
 
+def test_a_changed_shard_is_neither_merged_nor_split(tmp_path: Path) -> None:
+    store, other = make_store(tmp_path / "s", NAMES), make_store(tmp_path / "o", ["d"])
+    damage(store, 1, "taps", 0, b"\x01\x02\x03", hash_too=False)
+    with pytest.raises(DraftsmithError, match=r"bytes have changed(.|\n)*shard-00001"):
+        split(store, tmp_path / "t", tmp_path / "h", share=0.25, seed=1)
+    with pytest.raises(DraftsmithError, match=r"bytes have changed(.|\n)*shard-00001"):
+        merge([other, store], tmp_path / "both")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o", "s"]
+
+
+def test_shards_that_are_symbolic_links_are_merged_as_the_files_behind_them(tmp_path: Path) -> None:
+    store, other = make_store(tmp_path / "s", NAMES), make_store(tmp_path / "o", ["d"])
+    (tmp_path / "linked").mkdir()
+    for file in store.iterdir():
+        (tmp_path / "linked" / file.name).symlink_to(Path("../s") / file.name)
+    both = merge([tmp_path / "linked", other], tmp_path / "elsewhere" / "both")
+    assert not results(both) and not any(file.is_symlink() for file in both.iterdir())
+
+
 @pytest.mark.parametrize("codec", ["bfloat16", "fp8"])
 def test_split_holds_out_whole_conversations_by_seed(tmp_path: Path, codec: Codec) -> None:
     names = [*NAMES, "c3#2", "c3#3"]
