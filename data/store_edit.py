@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from draftsmith.configs.console import closing, meter
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import atomic_file, sha256_json
+from draftsmith.data.ids import prompt_of
 from draftsmith.data.store import HarvestReader, Provenance
 from draftsmith.data.store_writer import SHARD, StoreWriter, as_bytes, plan_shards
 
@@ -76,9 +76,9 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
 
 
 def split(source: Path, train: Path, heldout: Path, *, share: float, seed: int) -> tuple[Path, Path]:
-    """Divide a store by conversation: `share` of them are held out. Which ones, only seed and ids decide.
+    """Divide a store by prompt: `share` of them are held out. Which ones, only seed and ids decide.
 
-    Sequences of one conversation (`ID#2`) stay together.
+    Answers to one prompt (`ID~2`) and the sequences of one conversation (`ID#2`) stay together.
 
     Raises:
         DraftsmithError: a shard that has changed since it was written; `share` leaves one side empty; another store at `train` or `heldout`.
@@ -86,21 +86,17 @@ def split(source: Path, train: Path, heldout: Path, *, share: float, seed: int) 
     reader = HarvestReader(source)
     known = set(reader.ids)
 
-    def conversation(name: str) -> str:
-        base = re.sub(r"#\d+$", "", name)
-        return base if base in known else name
-
-    names = sorted({conversation(name) for name in reader.ids}, key=lambda name: _draw(seed, name))
+    names = sorted({prompt_of(name, known) for name in reader.ids}, key=lambda name: _draw(seed, name))
     chosen = set(names[: round(share * len(names))])
     if not 0 < len(chosen) < len(names):
         raise DraftsmithError(
-            "one side of the split would be empty", where=source, found=f"{share:g} of {len(names):,} conversations",
+            "one side of the split would be empty", where=source, found=f"{share:g} of {len(names):,} prompts",
             expected="a share that leaves at least one on each side",
         )  # fmt: skip
     _refuse_changed(reader, f"check {source.name}")
     parts: list[tuple[Path, list[int]]] = [(train, []), (heldout, [])]
     for index, name in enumerate(reader.ids):
-        parts[conversation(name) in chosen][1].append(index)
+        parts[prompt_of(name, known) in chosen][1].append(index)
     for path, indices in parts:
         _copy(reader, indices, path, [reader.manifest.source, seed, share, path == heldout])
         closing(f"{path}: {len(indices):,} conversations, {sum(reader.lengths[index] for index in indices):,} tokens")

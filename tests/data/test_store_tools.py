@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import struct
@@ -19,6 +20,7 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import sha256_file
 from draftsmith.configs.schema import RunConfig
 from draftsmith.data.codec import Codec
+from draftsmith.data.ids import answer_id, part_id, prompt_of
 from draftsmith.data.store import HarvestedConversation, HarvestReader, Provenance
 from draftsmith.data.store_check import check_store
 from draftsmith.data.store_edit import merge, split
@@ -233,6 +235,22 @@ def test_split_holds_out_whole_conversations_by_seed(tmp_path: Path, codec: Code
     assert set(HarvestReader(split(store, tmp_path / "t3", tmp_path / "h3", share=0.25, seed=2)[1]).ids) != set(b.ids)
     with pytest.raises(DraftsmithError, match="would be empty"):
         split(store, tmp_path / "t4", tmp_path / "h4", share=0.01, seed=1)
+
+
+def test_answers_to_one_prompt_are_on_one_side(tmp_path: Path) -> None:
+    """Ids as the makers of prompts and parts write them; the first answer to two prompts is missing."""
+    names = [
+        part_id(answer_id(prompt, answer), part)
+        for prompt in ("a", "b", "c", "d#7", "e", "f")
+        for answer in (1, 2, 3)
+        for part in (1, 2)
+        if (prompt, answer) not in (("b", 1), ("e", 1))
+    ]
+    assert {"a", "a#2", "a~3", "a~2#2", "d#7", "d#7~2", "b~2"} < set(names) and "b" not in names
+    sides = split(make_store(tmp_path / "s", names), tmp_path / "t", tmp_path / "h", share=0.5, seed=1)
+    train, heldout = ({re.split("[~]|#2", name)[0] for name in HarvestReader(side).ids} for side in sides)
+    assert train | heldout == {"a", "b", "c", "d#7", "e", "f"} and not train & heldout and len(heldout) == 3
+    assert prompt_of("q#2", {"q#2", "q#3"}) == "q#2"  # a name that somebody gave
 
 
 def test_stats_count_what_a_loop_counts_and_draw_it(tmp_path: Path) -> None:
