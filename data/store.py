@@ -60,8 +60,10 @@ class StoredConversation(BaseModel):
     length: int = Field(gt=0, description="tokens")
     generated: int = Field(ge=0, description="of which the target wrote so many")
     greedy: bool
-    mean_logprob: float | None = Field(default=None, description="at generation, in nats")
-    temperature: float = Field(default=1.0, gt=0.0, description="of sampling; mean_logprob is at 1 or at this")
+    mean_logprob: float | None = Field(default=None, allow_inf_nan=False, description="at generation, in nats")
+    temperature: float = Field(
+        default=1.0, gt=0.0, allow_inf_nan=False, description="of sampling; mean_logprob is at 1 or at this"
+    )
 
 
 class Shard(BaseModel):

@@ -253,6 +253,13 @@ def test_answers_to_one_prompt_are_on_one_side(tmp_path: Path) -> None:
     assert prompt_of("q#2", {"q#2", "q#3"}) == "q#2"  # a name that somebody gave
 
 
+def test_a_manifest_with_a_log_probability_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    manifest = make_store(tmp_path / "s", NAMES) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"mean_logprob": null', '"mean_logprob": NaN', 1))
+    with pytest.raises(DraftsmithError, match=r"does not fit a store: shards\.0\.conversations\.0\.mean_logprob"):
+        HarvestReader(tmp_path / "s")
+
+
 def test_stats_count_what_a_loop_counts_and_draw_it(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", NAMES)
     reader, counts = HarvestReader(store), [0] * 100
