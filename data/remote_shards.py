@@ -7,7 +7,7 @@ whole when its record, which stays in the local folder of the store, says so; th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,16 @@ class RemoteFolder:
         with self._faults(f"read ({name})"):
             system.get_file(f"{path}/{name}", str(file))
 
-    def remove(self, name: str) -> None:
-        """Delete a file."""
+    def read(self, name: str) -> bytes:
+        """The bytes of a small file."""
         system, path = self._place
-        with self._faults(f"cleared ({name})"):
+        with self._faults(f"read ({name})"):
+            return bytes(system.cat_file(f"{path}/{name}"))
+
+    def remove(self, name: str) -> None:
+        """Delete a file; one that another process has just deleted is gone too."""
+        system, path = self._place
+        with self._faults(f"cleared ({name})"), suppress(FileNotFoundError):
             system.rm_file(f"{path}/{name}")
 
     def ranges(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:

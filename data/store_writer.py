@@ -24,6 +24,7 @@ from draftsmith import __version__
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK, atomic_file, write_json
 from draftsmith.data.codec import encode, not_finite
+from draftsmith.data.owner import OWNER, disown, own
 from draftsmith.data.remote_shards import RemoteFolder
 from draftsmith.data.shard_file import ShardFile
 from draftsmith.data.store import (
@@ -50,7 +51,8 @@ class StoreWriter:
     `provenance.planned` conversations there writes the manifest.
 
     Raises (on entry):
-        DraftsmithError: the store there has another provenance, a damaged shard, or is being written.
+        DraftsmithError: the store there has another provenance, a damaged shard, or is being written; another run's
+            unfinished store lies on the shared storage.
     """
 
     def __init__(self, path: Path, provenance: Provenance, *, join: bool = False) -> None:
@@ -145,6 +147,8 @@ class StoreWriter:
         if (self.path / MANIFEST).exists():
             manifest = read_manifest(self.path)
             refuse_other_provenance(self.path, manifest, self.provenance)
+            if self._remote is not None and not manifest.complete:
+                own(self.path, self._remote)
             check_shards(self.path, manifest.shards, self.provenance)
             for shard in manifest.shards:
                 match = NUMBER.fullmatch(shard.file)
@@ -152,11 +156,8 @@ class StoreWriter:
                     self.finished[int(match[1])] = shard
             self._remove_orphans({shard.file for shard in manifest.shards}, whole=manifest.complete)
         else:
-            if self._remote is not None and MANIFEST in self._remote.sizes():
-                raise DraftsmithError(
-                    "a finished store lies on the shared storage already", where=self._remote.url,
-                    mend=f"draftsmith store attach {self._remote.url} {self.path}; or delete it there",
-                )  # fmt: skip
+            if self._remote is not None:
+                own(self.path, self._remote)
             self._remove_orphans(set(), whole=False)
             self._write_manifest(())
         self._take_lock(fcntl.LOCK_SH)
@@ -188,11 +189,15 @@ class StoreWriter:
             manifest = read_manifest(self.path)
         except DraftsmithError:
             manifest = read_manifest(self.path)  # another process replaced the records with the manifest meanwhile
-        if manifest.complete or len(manifest.stored) != self.provenance.planned:
+        if not manifest.complete:
+            if len(manifest.stored) != self.provenance.planned:
+                return
+            self._write_manifest(manifest.shards, complete=True)
+        elif not (self.path / OWNER).exists():
             return
-        self._write_manifest(manifest.shards, complete=True)
-        if self._remote is not None:
+        if self._remote is not None:  # also where a run was killed before its manifest was up
             self._remote.put(self.path / MANIFEST)
+            disown(self.path, self._remote)
         for record in self.path.glob(RECORDS):
             record.unlink(missing_ok=True)
 
