@@ -1,7 +1,7 @@
 """Ids of conversations: which prompt they answer, how often it was asked, and which part of the conversation they are.
 
-    ID       the first answer to prompt ID         ID~2     the second answer to the same prompt
-    ID#2     the second token sequence of ID       ID~2#3   the third one of ID~2
+ID       the first answer to prompt ID         ID~2     the second answer to the same prompt
+ID#2     the second token sequence of ID       ID~2#3   the third one of ID~2
 """
 
 from __future__ import annotations

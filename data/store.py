@@ -307,7 +307,9 @@ class HarvestReader:
         if found != shard.sha256:
             raise DraftsmithError(
                 "a shard's bytes have changed since it was written",
-                where=self.path / shard.file if self.manifest.location is None else f"{self.manifest.location}/{shard.file}",
+                where=self.path / shard.file
+                if self.manifest.location is None
+                else f"{self.manifest.location}/{shard.file}",
                 found=f"sha256 {found}",
                 expected=shard.sha256,
                 mend=f"rm -r {self.path}; draftsmith harvest CONFIG",

@@ -86,7 +86,10 @@ def test_a_run_that_was_replaced_does_not_clear_its_successor(begun: Path, tmp_p
     with StoreWriter(tmp_path / "second", provenance(shared)) as writer:
         write(writer, 2)
         before = files(shared)
-        with pytest.raises(DraftsmithError, match="unfinished store of another run"), StoreWriter(begun, provenance(shared)):
+        with (
+            pytest.raises(DraftsmithError, match="unfinished store of another run"),
+            StoreWriter(begun, provenance(shared)),
+        ):
             pass
         assert files(shared) == before
         write(writer, 5)

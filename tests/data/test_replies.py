@@ -28,7 +28,9 @@ def answer(*logprobs: float) -> Completion:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
-def test_a_log_probability_that_is_no_number_is_a_bad_reply(make_config: Callable[..., RunConfig], wrong: float) -> None:
+def test_a_log_probability_that_is_no_number_is_a_bad_reply(
+    make_config: Callable[..., RunConfig], wrong: float
+) -> None:
     config = make_config()
     chat = ChatFormat(load_tokenizer(config.target), configured_stop_ids(config.target.path))
     prompt = Rendered("a", [40])
@@ -45,6 +47,8 @@ def test_a_recorded_one_is_refused_by_line(
     file = config.conversations("train")
     lines = file.read_text().splitlines()
     for number in ("NaN", "Infinity"):
-        file.write_text("\n".join([lines[0], lines[1].replace('"mean_logprob": -1.0', f'"mean_logprob": {number}'), ""]))
-        with pytest.raises(DraftsmithError, match="line 2 is no conversation: mean_logprob .*finite number"):
+        file.write_text(
+            "\n".join([lines[0], lines[1].replace('"mean_logprob": -1.0', f'"mean_logprob": {number}'), ""])
+        )
+        with pytest.raises(DraftsmithError, match=r"line 2 is no conversation: mean_logprob .*finite number"):
             list(read_conversations(file))
