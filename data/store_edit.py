@@ -28,14 +28,17 @@ MUST_AGREE = (
 )
 """What the states of one store have in common, in the order in which differences are named."""
 
+OTHER_FOLDER = "name another folder for the new store"
+
 
 def merge(sources: Sequence[Path], out: Path) -> Path:
     """Put the shards of several stores into one; files are linked where the file system can, else copied.
 
     Raises:
         DraftsmithError: other targets (config, weights, tokenizer or chat template), taps or codecs; a conversation
-            that stands in two of them; a damaged source; another store at `out`.
+            that stands in two of them; a damaged source; another store, or one of the sources, at `out`.
     """
+    _refuse_same({"OUT": out}, sources)
     readers = [HarvestReader(source) for source in sources]
     first = readers[0]
     for other in readers[1:]:
@@ -61,7 +64,7 @@ def merge(sources: Sequence[Path], out: Path) -> Path:
         if reader.manifest.location is None:  # what is fetched is checked when it is there
             _refuse_changed(reader, f"check {reader.path.name}")
     shards = [(reader, place) for reader in readers for place in range(len(reader.manifest.shards))]
-    with StoreWriter(out, provenance) as writer, meter("merge", len(shards), "shards") as progress:
+    with StoreWriter(out, provenance, mend=OTHER_FOLDER) as writer, meter("merge", len(shards), "shards") as progress:
         for number, (reader, place) in enumerate(shards):
             if number not in writer.finished and not writer.complete:
                 shard = reader.manifest.shards[place]
@@ -81,8 +84,12 @@ def split(source: Path, train: Path, heldout: Path, *, share: float, seed: int) 
     Answers to one prompt (`ID~2`) and the sequences of one conversation (`ID#2`) stay together.
 
     Raises:
-        DraftsmithError: a shard that has changed since it was written; `share` leaves one side empty; another store at `train` or `heldout`.
+        DraftsmithError: a shard that has changed since it was written; `share` leaves one side empty; another store at `train`
+            or `heldout`, or one folder named twice.
     """
+    if not 0 < share < 1:
+        raise DraftsmithError("no such share", where="--share", found=f"{share:g}", expected="between 0 and 1")
+    _refuse_same({"TRAIN": train, "HELDOUT": heldout}, [source])
     reader = HarvestReader(source)
     known = set(reader.ids)
 
@@ -103,6 +110,18 @@ def split(source: Path, train: Path, heldout: Path, *, share: float, seed: int) 
     return train, heldout
 
 
+def _refuse_same(outputs: dict[str, Path], sources: Sequence[Path]) -> None:
+    """Every store that is read or written has a folder of its own."""
+    taken = {source.resolve(): f"{source}, which is read" for source in sources}
+    for name, path in outputs.items():
+        other = taken.setdefault(path.resolve(), f"{name}, {path}")
+        if other != f"{name}, {path}":
+            raise DraftsmithError(
+                "two stores cannot share a folder", where=f"{name}, {path}", found=f"the same folder as {other}",
+                mend="name another folder",
+            )  # fmt: skip
+
+
 def _draw(seed: int, name: str) -> bytes:
     return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
 
@@ -115,7 +134,7 @@ def _copy(reader: HarvestReader, indices: Sequence[int], out: Path, mark: list[o
         source=sha256_json(mark),
         planned=len(indices),
     )
-    with StoreWriter(out, provenance) as writer, meter("split", sum(lengths), "tokens") as progress:
+    with StoreWriter(out, provenance, mend=OTHER_FOLDER) as writer, meter("split", sum(lengths), "tokens") as progress:
         for number, part in enumerate(plan_shards(lengths, provenance.shard_tokens)):
             if number not in writer.finished:
                 shard = writer.shard(number, [lengths[place] for place in part]).open()

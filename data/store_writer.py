@@ -50,13 +50,17 @@ class StoreWriter:
     `finished` holds the numbers of those that are whole. On leaving without an error, whoever finds all
     `provenance.planned` conversations there writes the manifest.
 
+    Args:
+        join: another process has prepared the store.
+        mend: what helps where another store lies there; none: what a harvest can do.
+
     Raises (on entry):
         DraftsmithError: the store there has another provenance, a damaged shard, or is being written; another run's
             unfinished store lies on the shared storage.
     """
 
-    def __init__(self, path: Path, provenance: Provenance, *, join: bool = False) -> None:
-        self.path, self.provenance, self._join = path, provenance, join
+    def __init__(self, path: Path, provenance: Provenance, *, join: bool = False, mend: str | None = None) -> None:
+        self.path, self.provenance, self._join, self._mend = path, provenance, join, mend
         self.finished: dict[int, Shard] = {}
         self._pending: list[HarvestedConversation] = []
         self._remote = None if provenance.location is None else RemoteFolder(provenance.location)
@@ -146,7 +150,7 @@ class StoreWriter:
         self._take_lock(fcntl.LOCK_EX)
         if (self.path / MANIFEST).exists():
             manifest = read_manifest(self.path)
-            refuse_other_provenance(self.path, manifest, self.provenance)
+            refuse_other_provenance(self.path, manifest, self.provenance, self._mend)
             if self._remote is not None and not manifest.complete:
                 own(self.path, self._remote)
             check_shards(self.path, manifest.shards, self.provenance)
@@ -275,7 +279,7 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[range]:
     return [*shards, range(start, len(lengths))] if len(lengths) else []
 
 
-def refuse_other_provenance(path: Path, found: Provenance, expected: Provenance) -> None:
+def refuse_other_provenance(path: Path, found: Provenance, expected: Provenance, mend: str | None = None) -> None:
     """Stop, by name of the first field that differs, before a store is continued with other states."""
     for name, value in expected.model_dump(include=set(Provenance.model_fields)).items():
         other = getattr(found, name)
@@ -286,7 +290,7 @@ def refuse_other_provenance(path: Path, found: Provenance, expected: Provenance)
                 where=path,
                 found=other,
                 expected=value,
-                mend=f"give the run another name, or: rm -r {path}; draftsmith harvest CONFIG",
+                mend=mend or f"give the run another name, or: rm -r {path}; draftsmith harvest CONFIG",
             )
 
 

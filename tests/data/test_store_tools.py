@@ -260,6 +260,37 @@ def test_a_manifest_with_a_log_probability_that_is_no_number_is_refused(tmp_path
         HarvestReader(tmp_path / "s")
 
 
+def test_stores_do_not_share_a_folder_and_no_mend_deletes_one(tmp_path: Path) -> None:
+    store, other, third = (
+        make_store(tmp_path / name, NAMES[first : first + 4]) for name, first in (("s", 0), ("o", 4), ("z", 8))
+    )
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
+    (tmp_path / "link").symlink_to("s")
+    with pytest.raises(DraftsmithError, match=r"share a folder(.|\n)*HELDOUT(.|\n)*TRAIN"):
+        split(store, tmp_path / "t", tmp_path / "u" / ".." / "t", share=0.5, seed=0)
+    with pytest.raises(DraftsmithError, match=r"share a folder(.|\n)*which is read"):
+        split(store, tmp_path / "t", tmp_path / "link", share=0.5, seed=0)
+    with pytest.raises(DraftsmithError, match=r"share a folder(.|\n)*which is read"):
+        merge([store, other], tmp_path / "link")
+    for act in (
+        lambda: merge([store, other], third),
+        lambda: split(store, tmp_path / "t", third, share=0.5, seed=0),
+        lambda: split(store, third, tmp_path / "t", share=0.5, seed=0),
+    ):
+        with pytest.raises(DraftsmithError, match="mend: name another folder") as error:
+            act()
+        assert "rm " not in str(error.value)
+        shutil.rmtree(tmp_path / "t", ignore_errors=True)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*") if "link" not in file.parts} == before
+
+
+@pytest.mark.parametrize("share", [float("nan"), float("inf"), float("-inf"), 0.0, 1.0, -0.5])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, share: float) -> None:
+    store = make_store(tmp_path / "s", NAMES)
+    with pytest.raises(DraftsmithError, match="no such share"):
+        split(store, tmp_path / "t", tmp_path / "h", share=share, seed=0)
+
+
 def test_stats_count_what_a_loop_counts_and_draw_it(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", NAMES)
     reader, counts = HarvestReader(store), [0] * 100
