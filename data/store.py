@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import safe_open
 
 from draftsmith.configs.errors import DraftsmithError
@@ -76,6 +76,13 @@ class Shard(BaseModel):
     sha256: str
     conversations: tuple[StoredConversation, ...]
 
+    @model_validator(mode="after")
+    def _adds_up(self) -> Shard:
+        tokens = sum(conversation.length for conversation in self.conversations)
+        if tokens != self.tokens:
+            raise ValueError(f"the conversations of {self.file} have {tokens:,} tokens, not {self.tokens:,}")
+        return self
+
 
 class Provenance(BaseModel):
     """Where the states come from; a store is continued only with an equal one."""
@@ -86,8 +93,8 @@ class Provenance(BaseModel):
     taps: tuple[int, ...]
     tap_convention: Literal["layer-input"] = "layer-input"
     final_state: Literal["post-norm"] = "post-norm"
-    hidden_size: int
-    vocab_size: int
+    hidden_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
     computed_in: str = Field(description="dtype of the target while harvesting")
     computed_by: Literal["transformers", "vllm", "sglang"] = Field(
         default="transformers", description="what held the target"
@@ -95,9 +102,9 @@ class Provenance(BaseModel):
     computed_over: int = Field(default=1, description="processes that held the target together, a slice of it each")
     stored_in: Codec = Field(default="bfloat16", description="codec of the states")
     source: str = Field(description="sha256 of the conversations file")
-    planned: int = Field(description="conversations of the finished store")
-    max_length: int = Field(description="conversations were cut here")
-    shard_tokens: int
+    planned: int = Field(ge=0, description="conversations of the finished store")
+    max_length: int = Field(gt=0, description="conversations were cut here")
+    shard_tokens: int = Field(gt=0)
     location: str | None = Field(default=None, description="URL of the folder that holds the shards; none: this one")
 
 

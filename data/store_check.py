@@ -110,6 +110,7 @@ def _check_rows(file: Path, shard: Shard, manifest: StoreManifest) -> _Found:
     with safe_open(file, framework="pt") as handle:
         if handle.get_tensor("offsets").tolist() != starts:
             faults.append(("counts", f"offsets of {shard.file} are not the lengths of its conversations"))
+            return _Found(faults, ends)
         for one, start in zip(shard.conversations, starts[:-1], strict=True):
             here = slice(start, start + one.length)
             tokens = {name: handle.get_slice(name)[here] for name in TOKENS}

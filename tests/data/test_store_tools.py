@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import sha256_file
@@ -289,6 +289,39 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, share: float) -> None:
     store = make_store(tmp_path / "s", NAMES)
     with pytest.raises(DraftsmithError, match="no such share"):
         split(store, tmp_path / "t", tmp_path / "h", share=share, seed=0)
+
+
+def test_an_empty_store_and_a_foreign_vocabulary_are_refused_by_stats(tmp_path: Path) -> None:
+    with pytest.raises(DraftsmithError, match="the store holds no conversation"):
+        store_stats(make_store(tmp_path / "e", []))
+    store, foreign = make_store(tmp_path / "s", NAMES), tmp_path / "passwd"
+    for content in (b"root:x:0:0", save({"d2t": torch.zeros(3)})):
+        foreign.write_bytes(content)
+        with pytest.raises(DraftsmithError, match="mend: name a file that draftsmith vocab wrote") as error:
+            store_stats(store, foreign)
+        assert "rm " not in str(error.value)
+
+
+def test_a_manifest_whose_numbers_cannot_be_is_refused_by_field(tmp_path: Path) -> None:
+    file = make_store(tmp_path / "s", NAMES) / "manifest.json"
+    good = json.loads(file.read_text())
+    for name in ("vocab_size", "hidden_size", "shard_tokens", "planned"):
+        file.write_text(json.dumps(good | {name: -5}))
+        with pytest.raises(DraftsmithError, match=f"manifest.json does not fit a store: {name}: "):
+            check_store(file.parent)
+    for length, message in ((10**6, r"shards\.1: .*have 1,000,\d+ tokens, not"), (None, "")):
+        shards = json.loads(json.dumps(good["shards"]))
+        first, second = shards[1]["conversations"][:2]
+        if length is None:  # the sum is right
+            first["length"], second["length"] = first["length"] + 1, second["length"] - 1
+        else:
+            first["length"] = length
+        file.write_text(json.dumps(good | {"shards": shards}))
+        if message:
+            with pytest.raises(DraftsmithError, match=message):
+                check_store(file.parent)
+        else:
+            assert "offsets of shard-00001.safetensors" in results(file.parent)["counts"]
 
 
 def test_stats_count_what_a_loop_counts_and_draw_it(tmp_path: Path) -> None:
