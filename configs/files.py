@@ -34,6 +34,15 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Say which folder or file could not be written, where the system only says why."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+@contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success flush it and rename it to `path`, on failure delete it.
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from draftsmith import __version__
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import TEMPORARY_MARK, atomic_file, write_json
+from draftsmith.configs.files import TEMPORARY_MARK, atomic_file, writable, write_json
 from draftsmith.data.codec import encode, not_finite
 from draftsmith.data.owner import OWNER, disown, own
 from draftsmith.data.remote_shards import RemoteFolder
@@ -55,7 +55,7 @@ class StoreWriter:
         mend: what helps where another store lies there; none: what a harvest can do.
 
     Raises (on entry):
-        DraftsmithError: the store there has another provenance, a damaged shard, or is being written; another run's
+        DraftsmithError: the store there has another provenance, a damaged shard, or is being written, or cannot be; another run's
             unfinished store lies on the shared storage.
     """
 
@@ -66,13 +66,15 @@ class StoreWriter:
         self._remote = None if provenance.location is None else RemoteFolder(provenance.location)
 
     def __enter__(self) -> StoreWriter:
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)
+        with writable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY)
         try:
             if self._join:
                 self._take_lock(fcntl.LOCK_SH)
             else:
-                self._prepare()
+                with writable(self.path):
+                    self._prepare()
         except BaseException:
             os.close(self._lock)
             raise
@@ -213,12 +215,13 @@ def attach(url: str, path: Path) -> Path:
     """Make the store whose shards and manifest lie at `url` a store at `path`: only the manifest is copied.
 
     Raises:
-        DraftsmithError: no finished store there, or something else at `path`.
+        DraftsmithError: no finished store there, or something else at `path`, or it cannot be written.
     """
     if (path / MANIFEST).exists():
         raise DraftsmithError("there is a store already", where=path, mend="name another folder")
     remote = RemoteFolder(url)
-    path.mkdir(parents=True, exist_ok=True)
+    with writable(path):
+        path.mkdir(parents=True, exist_ok=True)
     with atomic_file(path / MANIFEST) as temporary:
         remote.get(MANIFEST, temporary)
     manifest = read_manifest(path)

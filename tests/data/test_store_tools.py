@@ -25,7 +25,7 @@ from draftsmith.data.store import HarvestedConversation, HarvestReader, Provenan
 from draftsmith.data.store_check import check_store
 from draftsmith.data.store_edit import merge, split
 from draftsmith.data.store_stats import draw, store_stats
-from draftsmith.data.store_writer import StoreWriter
+from draftsmith.data.store_writer import StoreWriter, attach
 from draftsmith.data.synthesize import synthesize
 from draftsmith.data.vocab import count_store
 
@@ -322,6 +322,25 @@ def test_a_manifest_whose_numbers_cannot_be_is_refused_by_field(tmp_path: Path) 
                 check_store(file.parent)
         else:
             assert "offsets of shard-00001.safetensors" in results(file.parent)["counts"]
+
+
+def test_a_place_that_cannot_be_written_is_one_refusal(tmp_path: Path) -> None:
+    """A file stands where the folder is to be, or one of its parents; /proc takes no folder from anybody."""
+    store, other = make_store(tmp_path / "s", NAMES[:4]), make_store(tmp_path / "o", NAMES[4:])
+    (tmp_path / "url").mkdir()
+    shutil.copy(store / "manifest.json", tmp_path / "url")
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "store", Path("/proc/self/store")):
+        for act in (
+            lambda place=place: make_store(place, NAMES),
+            lambda place=place: merge([store, other], place),
+            lambda place=place: split(store, place, tmp_path / "h", share=0.5, seed=0),
+            lambda place=place: split(store, tmp_path / "t", place, share=0.5, seed=0),
+            lambda place=place: attach(f"file://{tmp_path}/url", place),
+        ):
+            with pytest.raises(DraftsmithError, match=f"could not write(.|\n)*{place}"):
+                act()
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_stats_count_what_a_loop_counts_and_draw_it(tmp_path: Path) -> None:
