@@ -189,6 +189,14 @@ def read_json(path: Path, *, what: str, mend: str | None = None) -> dict[str, An
     return value
 
 
+def absolute_url(url: str) -> str:
+    """A folder's URL as it reads from every working folder: a path without a scheme, or of `file:`, becomes absolute."""
+    scheme, mark, rest = url.rpartition("://")
+    if mark and scheme not in ("file", "local"):
+        return url
+    return scheme + mark + str(Path(rest).expanduser().absolute())
+
+
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
     with path.open("rb") as handle:

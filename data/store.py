@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import safe_open
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import read_json, sha256_file
+from draftsmith.configs.files import absolute_url, read_json, sha256_file
 from draftsmith.configs.target import read_header
 from draftsmith.data.codec import Codec, decode, layout
 from draftsmith.data.remote_shards import RemoteFolder, RemoteShard
@@ -357,6 +357,7 @@ def check_shards(folder: Path, shards: Sequence[Shard], provenance: Provenance) 
             check_shard(folder, shard, provenance)
         return
     sizes = RemoteFolder(provenance.location).sizes() if shards else {}
+    relative = absolute_url(provenance.location) != provenance.location
     for shard in shards:
         if sizes.get(shard.file) != shard.bytes:
             raise DraftsmithError(
@@ -364,7 +365,9 @@ def check_shards(folder: Path, shards: Sequence[Shard], provenance: Provenance) 
                 where=f"{provenance.location}/{shard.file}",
                 found=f"{sizes[shard.file]:,} bytes" if shard.file in sizes else "no such file",
                 expected=f"{shard.bytes:,} bytes",
-                mend=f"rm -r {folder}; draftsmith harvest CONFIG",
+                mend="run the command in the folder where it was harvested: its location is a relative path"
+                if relative
+                else f"rm -r {folder}; draftsmith harvest CONFIG",
             )
 
 

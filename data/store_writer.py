@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from draftsmith import __version__
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import TEMPORARY_MARK, atomic_file, writable, write_json
+from draftsmith.configs.files import TEMPORARY_MARK, absolute_url, atomic_file, writable, write_json
 from draftsmith.data.codec import encode, not_finite
 from draftsmith.data.owner import OWNER, disown, own
 from draftsmith.data.remote_shards import RemoteFolder
@@ -219,7 +219,7 @@ def attach(url: str, path: Path) -> Path:
     """
     if (path / MANIFEST).exists():
         raise DraftsmithError("there is a store already", where=path, mend="name another folder")
-    remote = RemoteFolder(url)
+    remote = RemoteFolder(absolute_url(url))
     with writable(path):
         path.mkdir(parents=True, exist_ok=True)
     with atomic_file(path / MANIFEST) as temporary:
@@ -286,6 +286,8 @@ def refuse_other_provenance(path: Path, found: Provenance, expected: Provenance,
     """Stop, by name of the first field that differs, before a store is continued with other states."""
     for name, value in expected.model_dump(include=set(Provenance.model_fields)).items():
         other = getattr(found, name)
+        if name == "location" and other is not None:
+            other = absolute_url(other)
         if other != value:
             changed = _changed(other, value) if isinstance(value, dict) else ""
             raise DraftsmithError(

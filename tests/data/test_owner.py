@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import RunConfig
 from draftsmith.data.store import HarvestedConversation, HarvestReader, Provenance
 from draftsmith.data.store_check import check_store
-from draftsmith.data.store_writer import StoreWriter
+from draftsmith.data.store_writer import StoreWriter, attach
 
 
 def provenance(shared: Path, **changes) -> Provenance:
     return Provenance(
         target={"config": "aa"}, target_mark="aa", taps=(2, 4, 5), hidden_size=32, vocab_size=100, computed_in="float32",
-        max_length=64, shard_tokens=8, location=f"file://{shared}", **{"source": "ff", "planned": 5} | changes,
+        max_length=64, shard_tokens=8, **{"source": "ff", "planned": 5, "location": f"file://{shared}"} | changes,
     )  # fmt: skip
 
 
@@ -112,3 +114,39 @@ def test_a_run_killed_before_its_manifest_was_up_puts_it_there(begun: Path, tmp_
         assert writer.complete
     assert files(shared) == whole and json.loads(whole["manifest.json"])["complete"]
     assert [*files(begun)] == ["manifest.json"]
+
+
+def test_a_relative_location_is_found_from_every_folder(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    for location in ("shared", "file://shared"):
+        assert make_config(harvest__location=location).harvest.location == location.replace(
+            "shared", str(tmp_path / "a" / "shared")
+        )
+    assert make_config(harvest__location="s3://b/p").harvest.location == "s3://b/p"
+    with pytest.raises(DraftsmithError, match=r"harvest\.location"):
+        make_config(harvest__location="")
+    location = make_config(harvest__location="shared").harvest.location
+    with StoreWriter(tmp_path / "s", provenance(tmp_path, location=f"{location}/train")) as writer:
+        write(writer, 5)
+    attach("shared/train", tmp_path / "attached")
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "s", tmp_path / "attached"):
+        assert all(one.passed for one in check_store(path))
+
+
+def test_a_store_with_a_relative_location_of_old_is_continued_and_no_mend_deletes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative, absolute = (provenance(tmp_path, location=one) for one in ("shared", str(tmp_path / "shared")))
+    with StoreWriter(tmp_path / "s", relative) as writer:
+        write(writer, 5)
+    with StoreWriter(tmp_path / "s", absolute) as writer:
+        assert writer.complete
+    monkeypatch.chdir(tmp_path / "s")
+    with pytest.raises(DraftsmithError, match="in the folder where it was harvested") as error:
+        check_store(tmp_path / "s")
+    assert "rm " not in str(error.value)
