@@ -104,7 +104,8 @@ def _check(reader: HarvestReader, number: int) -> _Found:
 
 
 def _check_rows(file: Path, shard: Shard, manifest: StoreManifest) -> _Found:
-    faults, ends = [], []
+    faults: list[tuple[str, str]] = []
+    ends: list[tuple[str, bytes, bytes]] = []
     states = layout(manifest.stored_in, len(manifest.taps), manifest.hidden_size)
     starts = list(accumulate((one.length for one in shard.conversations), initial=0))
     with safe_open(file, framework="pt") as handle:
