@@ -17,6 +17,7 @@ depend on how many processes wrote them.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
@@ -278,7 +279,14 @@ class HarvestReader:
         if self.manifest.location is None:
             yield self.path / name
             return
-        with tempfile.TemporaryDirectory() as folder:
+        try:
+            temporary = tempfile.TemporaryDirectory()
+        except OSError as error:
+            raise DraftsmithError(
+                f"no folder can be made for a copy of {name}: {error.strerror}", where=os.environ.get("TMPDIR"),
+                mend="name a temporary folder that can be written: TMPDIR=FOLDER",
+            ) from error  # fmt: skip
+        with temporary as folder:
             RemoteFolder(self.manifest.location).get(name, Path(folder) / name)
             yield Path(folder) / name
 

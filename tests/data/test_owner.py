@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,3 +152,19 @@ def test_a_store_with_a_relative_location_of_old_is_continued_and_no_mend_delete
     with pytest.raises(DraftsmithError, match="in the folder where it was harvested") as error:
         check_store(tmp_path / "s")
     assert "rm " not in str(error.value)
+
+
+def test_a_temporary_folder_without_room_is_one_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may not write files beyond a size; what it gets is what a full disk gives, another number."""
+    with StoreWriter(tmp_path / "s", provenance(tmp_path / "shared")) as writer:
+        write(writer, 5)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+    try:
+        with pytest.raises(DraftsmithError, match=r"no room for a copy of shard-00000(.|\n)*TMPDIR"):
+            HarvestReader(tmp_path / "s").verify()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(DraftsmithError, match=r"no folder can be made(.|\n)*TMPDIR"):
+        HarvestReader(tmp_path / "s").verify()
