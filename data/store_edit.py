@@ -12,8 +12,8 @@ from draftsmith.configs.console import closing, meter
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import atomic_file, sha256_json
 from draftsmith.data.ids import prompt_of
-from draftsmith.data.store import HarvestReader, Provenance
-from draftsmith.data.store_writer import SHARD, StoreWriter, as_bytes, plan_shards
+from draftsmith.data.store import MANIFEST, HarvestReader, Provenance, read_manifest
+from draftsmith.data.store_writer import SHARD, StoreWriter, as_bytes, plan_shards, refuse_other_provenance
 
 MUST_AGREE = (
     "target",
@@ -104,8 +104,13 @@ def split(source: Path, train: Path, heldout: Path, *, share: float, seed: int) 
     parts: list[tuple[Path, list[int]]] = [(train, []), (heldout, [])]
     for index, name in enumerate(reader.ids):
         parts[prompt_of(name, known) in chosen][1].append(index)
-    for path, indices in parts:
-        _copy(reader, indices, path, [reader.manifest.source, seed, share, path == heldout])
+    marks = [[reader.manifest.source, seed, share, path == heldout] for path, _ in parts]
+    plans = [_provenance(reader, indices, mark) for (_, indices), mark in zip(parts, marks, strict=True)]
+    for (path, _), plan in zip(parts, plans, strict=True):  # before either is begun
+        if (path / MANIFEST).exists():
+            refuse_other_provenance(path, read_manifest(path), plan, OTHER_FOLDER)
+    for (path, indices), plan in zip(parts, plans, strict=True):
+        _copy(reader, indices, path, plan)
         closing(f"{path}: {len(indices):,} conversations, {sum(reader.lengths[index] for index in indices):,} tokens")
     return train, heldout
 
@@ -126,14 +131,18 @@ def _draw(seed: int, name: str) -> bytes:
     return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
 
 
-def _copy(reader: HarvestReader, indices: Sequence[int], out: Path, mark: list[object]) -> None:
-    """Write these conversations, bit by bit as they are stored, into a store of their own."""
-    lengths = [reader.lengths[index] for index in indices]
-    provenance = Provenance(
+def _provenance(reader: HarvestReader, indices: Sequence[int], mark: list[object]) -> Provenance:
+    """Of a store that holds these conversations of another."""
+    return Provenance(
         **reader.manifest.model_dump(include=set(Provenance.model_fields) - {"source", "planned", "location"}),
         source=sha256_json(mark),
         planned=len(indices),
     )
+
+
+def _copy(reader: HarvestReader, indices: Sequence[int], out: Path, provenance: Provenance) -> None:
+    """Write these conversations, bit by bit as they are stored, into a store of their own."""
+    lengths = [reader.lengths[index] for index in indices]
     with StoreWriter(out, provenance, mend=OTHER_FOLDER) as writer, meter("split", sum(lengths), "tokens") as progress:
         for number, part in enumerate(plan_shards(lengths, provenance.shard_tokens)):
             if number not in writer.finished:
