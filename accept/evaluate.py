@@ -29,6 +29,7 @@ from draftsmith.data.conversations import read_conversations
 from draftsmith.data.store import HarvestReader
 from draftsmith.train.evaluate import CONTEXT_BUCKETS, Acceptance, Chains, Evaluation, Observer, replay, summarize
 from draftsmith.train.inputs import check_store
+from draftsmith.train.stale import warn_of_stale_heldout
 
 DEPTHS = 8
 """The deepest chain that is reported."""
@@ -81,6 +82,8 @@ def evaluate(
     reader = HarvestReader(store or config.store("heldout"))
     canonical = read_drafter(drafter or config.training, target)
     check_store(reader, target, canonical.spec.taps)
+    if store is None:
+        warn_of_stale_heldout(config, reader)
     trained = trained_on(config, dict(first_prompts(reader)))
     warn_of_trained(trained)
     measured = measure(

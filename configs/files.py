@@ -34,6 +34,15 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Say which folder or file could not be written, where the system only says why."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+@contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success flush it and rename it to `path`, on failure delete it.
 
@@ -178,6 +187,14 @@ def read_json(path: Path, *, what: str, mend: str | None = None) -> dict[str, An
             f"{what} holds no JSON object", where=path, found=type(value).__name__, expected="object", mend=mend
         )
     return value
+
+
+def absolute_url(url: str) -> str:
+    """A folder's URL as it reads from every working folder: a path without a scheme, or of `file:`, becomes absolute."""
+    scheme, mark, rest = url.rpartition("://")
+    if mark and scheme not in ("file", "local"):
+        return url
+    return scheme + mark + str(Path(rest).expanduser().absolute())
 
 
 def sha256_file(path: Path) -> str:

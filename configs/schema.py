@@ -11,6 +11,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.files import absolute_url
 
 HomePath = Annotated[Path, AfterValidator(Path.expanduser)]
 """A path in which `~` is the home folder."""
@@ -158,7 +159,7 @@ class HarvestSection(Section):
         default=None, gt=0, description="conversations are cut here; none: the target's context"
     )
     shard_tokens: int = Field(default=262_144, gt=0, description="tokens in one shard file")
-    location: str | None = Field(
+    location: Annotated[str, Field(min_length=1), AfterValidator(absolute_url)] | None = Field(
         default=None,
         description="URL that fsspec knows (s3://BUCKET/PREFIX): shards go there, a folder a split; the run keeps the manifest",
     )

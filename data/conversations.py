@@ -59,9 +59,12 @@ class Conversation(BaseModel):
     )
     mean_logprob: float | None = Field(
         default=None,
+        allow_inf_nan=False,
         description="mean log-probability of the generated tokens, in nats, at temperature 1 or (some servers) at that of sampling",
     )
-    temperature: float = Field(default=1.0, gt=0.0, description="of sampling; without meaning for greedy answers")
+    temperature: float = Field(
+        default=1.0, gt=0.0, allow_inf_nan=False, description="of sampling; without meaning for greedy answers"
+    )
     greedy: bool
     target: str = Field(description="hash of the target's fingerprint")
     prompt: str | None = Field(default=None, description="id of the prompt, where the conversation has several parts")
@@ -260,4 +263,4 @@ def write_conversations(path: Path, conversations: Iterable[Conversation]) -> No
 
 def _line(conversation: Conversation) -> str:
     record = conversation.model_dump(exclude_none=True, exclude={"parts"} if conversation.parts == 1 else None)
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"

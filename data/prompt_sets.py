@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from draftsmith.configs.console import warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig, Split
+from draftsmith.data.ids import answer_id
 from draftsmith.data.prompt_files import read_rows, source_name
 from draftsmith.data.prompt_rows import BadRowError, Prompt, read_row
 from draftsmith.data.rejects import Rejects
@@ -85,7 +86,7 @@ def select_prompts(config: RunConfig, split: Split, rejects: Rejects | None = No
         else:
             yield entry
             for number in range(2, config.synthesize.answers + 1):
-                again = entry.prompt.model_copy(update={"id": f"{entry.prompt.id}~{number}"})
+                again = entry.prompt.model_copy(update={"id": answer_id(entry.prompt.id, number)})
                 yield Entry(entry.line, again)
     if dropped:
         warn(f"{dropped:,} training prompts also stand in the held-out set and were dropped")

@@ -6,8 +6,9 @@ whole when its record, which stays in the local folder of the store, says so; th
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ LOGIN = (
     "check the address and the credentials in the environment (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
     "AWS_ENDPOINT_URL, and pip install 'draftsmith[s3]'), then run the command again: it goes on where it stopped"
 )
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What a local disk answers when it takes no more."""
 
 
 class RemoteFolder:
@@ -58,12 +62,26 @@ class RemoteFolder:
         """Download a file."""
         system, path = self._place
         with self._faults(f"read ({name})"):
-            system.get_file(f"{path}/{name}", str(file))
+            try:
+                system.get_file(f"{path}/{name}", str(file))
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise DraftsmithError(
+                    f"no room for a copy of {name}: {error.strerror}", where=file.parent,
+                    mend="free some space there, or name a temporary folder that has some: TMPDIR=FOLDER",
+                ) from error  # fmt: skip
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a small file."""
+        system, path = self._place
+        with self._faults(f"read ({name})"):
+            return bytes(system.cat_file(f"{path}/{name}"))
 
     def remove(self, name: str) -> None:
-        """Delete a file."""
+        """Delete a file; one that another process has just deleted is gone too."""
         system, path = self._place
-        with self._faults(f"cleared ({name})"):
+        with self._faults(f"cleared ({name})"), suppress(FileNotFoundError):
             system.rm_file(f"{path}/{name}")
 
     def ranges(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:

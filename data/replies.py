@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,8 @@ def read_reply(answer: Any, prompt: Rendered, chat: ChatFormat, *, chat_endpoint
     """Check an answer of the openai client against the prompt that was sent.
 
     Raises:
-        BadReplyError: no single answer, no known end, ids that are none, or the server saw another prompt.
+        BadReplyError: no single answer, no known end, ids that are none, a log-probability that is not finite, or the server saw
+            another prompt.
     """
     choices = getattr(answer, "choices", None)
     if not isinstance(choices, list) or len(choices) != 1:
@@ -87,11 +89,18 @@ def _from_text(choice: Any, prompt: Rendered, finish: Finish, chat: ChatFormat, 
 
 
 def _logprob(choice: Any, count: int) -> float | None:
-    """Sum over the answer's tokens; None unless the server gives every one of them."""
+    """Sum over the answer's tokens; None unless the server gives every one of them.
+
+    Raises:
+        BadReplyError: one of them is not a finite number, and a sum with it would say nothing.
+    """
     given = choice.logprobs
     values = getattr(given, "token_logprobs", None)
     if values is None:
         values = [getattr(entry, "logprob", None) for entry in getattr(given, "content", None) or []]
     if len(values) != count or not all(isinstance(value, float | int) for value in values):
         return None
-    return float(sum(values))
+    total = float(sum(values))
+    if not math.isfinite(total):
+        raise BadReplyError(f"with log-probabilities that sum up to {total}")
+    return total

@@ -17,6 +17,7 @@ depend on how many processes wrote them.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
@@ -27,11 +28,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import safe_open
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import read_json, sha256_file
+from draftsmith.configs.files import absolute_url, read_json, sha256_file
 from draftsmith.configs.target import read_header
 from draftsmith.data.codec import Codec, decode, layout
 from draftsmith.data.remote_shards import RemoteFolder, RemoteShard
@@ -60,8 +61,10 @@ class StoredConversation(BaseModel):
     length: int = Field(gt=0, description="tokens")
     generated: int = Field(ge=0, description="of which the target wrote so many")
     greedy: bool
-    mean_logprob: float | None = Field(default=None, description="at generation, in nats")
-    temperature: float = Field(default=1.0, gt=0.0, description="of sampling; mean_logprob is at 1 or at this")
+    mean_logprob: float | None = Field(default=None, allow_inf_nan=False, description="at generation, in nats")
+    temperature: float = Field(
+        default=1.0, gt=0.0, allow_inf_nan=False, description="of sampling; mean_logprob is at 1 or at this"
+    )
 
 
 class Shard(BaseModel):
@@ -74,6 +77,13 @@ class Shard(BaseModel):
     sha256: str
     conversations: tuple[StoredConversation, ...]
 
+    @model_validator(mode="after")
+    def _adds_up(self) -> Shard:
+        tokens = sum(conversation.length for conversation in self.conversations)
+        if tokens != self.tokens:
+            raise ValueError(f"the conversations of {self.file} have {tokens:,} tokens, not {self.tokens:,}")
+        return self
+
 
 class Provenance(BaseModel):
     """Where the states come from; a store is continued only with an equal one."""
@@ -84,8 +94,8 @@ class Provenance(BaseModel):
     taps: tuple[int, ...]
     tap_convention: Literal["layer-input"] = "layer-input"
     final_state: Literal["post-norm"] = "post-norm"
-    hidden_size: int
-    vocab_size: int
+    hidden_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
     computed_in: str = Field(description="dtype of the target while harvesting")
     computed_by: Literal["transformers", "vllm", "sglang"] = Field(
         default="transformers", description="what held the target"
@@ -93,9 +103,9 @@ class Provenance(BaseModel):
     computed_over: int = Field(default=1, description="processes that held the target together, a slice of it each")
     stored_in: Codec = Field(default="bfloat16", description="codec of the states")
     source: str = Field(description="sha256 of the conversations file")
-    planned: int = Field(description="conversations of the finished store")
-    max_length: int = Field(description="conversations were cut here")
-    shard_tokens: int
+    planned: int = Field(ge=0, description="conversations of the finished store")
+    max_length: int = Field(gt=0, description="conversations were cut here")
+    shard_tokens: int = Field(gt=0)
     location: str | None = Field(default=None, description="URL of the folder that holds the shards; none: this one")
 
 
@@ -269,7 +279,14 @@ class HarvestReader:
         if self.manifest.location is None:
             yield self.path / name
             return
-        with tempfile.TemporaryDirectory() as folder:
+        try:
+            temporary = tempfile.TemporaryDirectory()
+        except OSError as error:
+            raise DraftsmithError(
+                f"no folder can be made for a copy of {name}: {error.strerror}", where=os.environ.get("TMPDIR"),
+                mend="name a temporary folder that can be written: TMPDIR=FOLDER",
+            ) from error  # fmt: skip
+        with temporary as folder:
             RemoteFolder(self.manifest.location).get(name, Path(folder) / name)
             yield Path(folder) / name
 
@@ -291,17 +308,27 @@ class HarvestReader:
         Raises:
             DraftsmithError: a shard whose bytes have changed.
         """
-        for number, shard in enumerate(self.manifest.shards):
+        for number in range(len(self.manifest.shards)):
             with self.shard_file(number) as file:
-                found = sha256_file(file)
-            if found != shard.sha256:
-                raise DraftsmithError(
-                    "a shard's bytes have changed since it was written",
-                    where=self.path / shard.file,
-                    found=f"sha256 {found}",
-                    expected=shard.sha256,
-                    mend=f"rm -r {self.path}; draftsmith harvest CONFIG",
-                )
+                self.verify_shard(number, file)
+
+    def verify_shard(self, number: int, file: Path) -> None:
+        """Compare the bytes of `file`, a shard or a copy of it, with the shard's recorded SHA-256.
+
+        Raises:
+            DraftsmithError: they have changed.
+        """
+        shard, found = self.manifest.shards[number], sha256_file(file)
+        if found != shard.sha256:
+            raise DraftsmithError(
+                "a shard's bytes have changed since it was written",
+                where=self.path / shard.file
+                if self.manifest.location is None
+                else f"{self.manifest.location}/{shard.file}",
+                found=f"sha256 {found}",
+                expected=shard.sha256,
+                mend=f"rm -r {self.path}; draftsmith harvest CONFIG",
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Shards' headers stay behind when a reader is sent to a worker process."""
@@ -338,6 +365,7 @@ def check_shards(folder: Path, shards: Sequence[Shard], provenance: Provenance) 
             check_shard(folder, shard, provenance)
         return
     sizes = RemoteFolder(provenance.location).sizes() if shards else {}
+    relative = absolute_url(provenance.location) != provenance.location
     for shard in shards:
         if sizes.get(shard.file) != shard.bytes:
             raise DraftsmithError(
@@ -345,7 +373,9 @@ def check_shards(folder: Path, shards: Sequence[Shard], provenance: Provenance) 
                 where=f"{provenance.location}/{shard.file}",
                 found=f"{sizes[shard.file]:,} bytes" if shard.file in sizes else "no such file",
                 expected=f"{shard.bytes:,} bytes",
-                mend=f"rm -r {folder}; draftsmith harvest CONFIG",
+                mend="run the command in the folder where it was harvested: its location is a relative path"
+                if relative
+                else f"rm -r {folder}; draftsmith harvest CONFIG",
             )
 
 

@@ -104,12 +104,14 @@ def _check(reader: HarvestReader, number: int) -> _Found:
 
 
 def _check_rows(file: Path, shard: Shard, manifest: StoreManifest) -> _Found:
-    faults, ends = [], []
+    faults: list[tuple[str, str]] = []
+    ends: list[tuple[str, bytes, bytes]] = []
     states = layout(manifest.stored_in, len(manifest.taps), manifest.hidden_size)
     starts = list(accumulate((one.length for one in shard.conversations), initial=0))
     with safe_open(file, framework="pt") as handle:
         if handle.get_tensor("offsets").tolist() != starts:
             faults.append(("counts", f"offsets of {shard.file} are not the lengths of its conversations"))
+            return _Found(faults, ends)
         for one, start in zip(shard.conversations, starts[:-1], strict=True):
             here = slice(start, start + one.length)
             tokens = {name: handle.get_slice(name)[here] for name in TOKENS}

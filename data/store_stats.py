@@ -61,10 +61,14 @@ def store_stats(path: Path, vocab_file: Path | None = None) -> StoreStats:
         DraftsmithError: a store that cannot be opened, or a draft vocabulary of another target.
     """
     reader = HarvestReader(path)
+    if not len(reader):
+        raise DraftsmithError(
+            "the store holds no conversation", where=path, mend="draftsmith harvest CONFIG, or another store"
+        )
     manifest, counts = reader.manifest, count_store(reader)
     coverage = None
     if vocab_file is not None:
-        vocab = DraftVocab.load(vocab_file)
+        vocab = DraftVocab.load(vocab_file, mend="name a file that draftsmith vocab wrote")
         if vocab.target != manifest.target_mark:
             raise DraftsmithError(
                 "the draft vocabulary belongs to another target than the store",

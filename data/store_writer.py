@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 from draftsmith import __version__
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import TEMPORARY_MARK, atomic_file, write_json
+from draftsmith.configs.files import TEMPORARY_MARK, absolute_url, atomic_file, writable, write_json
 from draftsmith.data.codec import encode, not_finite
+from draftsmith.data.owner import OWNER, disown, own
 from draftsmith.data.remote_shards import RemoteFolder
 from draftsmith.data.shard_file import ShardFile
 from draftsmith.data.store import (
@@ -49,24 +50,31 @@ class StoreWriter:
     `finished` holds the numbers of those that are whole. On leaving without an error, whoever finds all
     `provenance.planned` conversations there writes the manifest.
 
+    Args:
+        join: another process has prepared the store.
+        mend: what helps where another store lies there; none: what a harvest can do.
+
     Raises (on entry):
-        DraftsmithError: the store there has another provenance, a damaged shard, or is being written.
+        DraftsmithError: the store there has another provenance, a damaged shard, or is being written, or cannot be; another run's
+            unfinished store lies on the shared storage.
     """
 
-    def __init__(self, path: Path, provenance: Provenance, *, join: bool = False) -> None:
-        self.path, self.provenance, self._join = path, provenance, join
+    def __init__(self, path: Path, provenance: Provenance, *, join: bool = False, mend: str | None = None) -> None:
+        self.path, self.provenance, self._join, self._mend = path, provenance, join, mend
         self.finished: dict[int, Shard] = {}
         self._pending: list[HarvestedConversation] = []
         self._remote = None if provenance.location is None else RemoteFolder(provenance.location)
 
     def __enter__(self) -> StoreWriter:
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)
+        with writable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY)
         try:
             if self._join:
                 self._take_lock(fcntl.LOCK_SH)
             else:
-                self._prepare()
+                with writable(self.path):
+                    self._prepare()
         except BaseException:
             os.close(self._lock)
             raise
@@ -144,7 +152,9 @@ class StoreWriter:
         self._take_lock(fcntl.LOCK_EX)
         if (self.path / MANIFEST).exists():
             manifest = read_manifest(self.path)
-            refuse_other_provenance(self.path, manifest, self.provenance)
+            refuse_other_provenance(self.path, manifest, self.provenance, self._mend)
+            if self._remote is not None and not manifest.complete:
+                own(self.path, self._remote)
             check_shards(self.path, manifest.shards, self.provenance)
             for shard in manifest.shards:
                 match = NUMBER.fullmatch(shard.file)
@@ -152,11 +162,8 @@ class StoreWriter:
                     self.finished[int(match[1])] = shard
             self._remove_orphans({shard.file for shard in manifest.shards}, whole=manifest.complete)
         else:
-            if self._remote is not None and MANIFEST in self._remote.sizes():
-                raise DraftsmithError(
-                    "a finished store lies on the shared storage already", where=self._remote.url,
-                    mend=f"draftsmith store attach {self._remote.url} {self.path}; or delete it there",
-                )  # fmt: skip
+            if self._remote is not None:
+                own(self.path, self._remote)
             self._remove_orphans(set(), whole=False)
             self._write_manifest(())
         self._take_lock(fcntl.LOCK_SH)
@@ -188,11 +195,15 @@ class StoreWriter:
             manifest = read_manifest(self.path)
         except DraftsmithError:
             manifest = read_manifest(self.path)  # another process replaced the records with the manifest meanwhile
-        if manifest.complete or len(manifest.stored) != self.provenance.planned:
+        if not manifest.complete:
+            if len(manifest.stored) != self.provenance.planned:
+                return
+            self._write_manifest(manifest.shards, complete=True)
+        elif not (self.path / OWNER).exists():
             return
-        self._write_manifest(manifest.shards, complete=True)
-        if self._remote is not None:
+        if self._remote is not None:  # also where a run was killed before its manifest was up
             self._remote.put(self.path / MANIFEST)
+            disown(self.path, self._remote)
         for record in self.path.glob(RECORDS):
             record.unlink(missing_ok=True)
 
@@ -204,12 +215,13 @@ def attach(url: str, path: Path) -> Path:
     """Make the store whose shards and manifest lie at `url` a store at `path`: only the manifest is copied.
 
     Raises:
-        DraftsmithError: no finished store there, or something else at `path`.
+        DraftsmithError: no finished store there, or something else at `path`, or it cannot be written.
     """
     if (path / MANIFEST).exists():
         raise DraftsmithError("there is a store already", where=path, mend="name another folder")
-    remote = RemoteFolder(url)
-    path.mkdir(parents=True, exist_ok=True)
+    remote = RemoteFolder(absolute_url(url))
+    with writable(path):
+        path.mkdir(parents=True, exist_ok=True)
     with atomic_file(path / MANIFEST) as temporary:
         remote.get(MANIFEST, temporary)
     manifest = read_manifest(path)
@@ -270,10 +282,12 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[range]:
     return [*shards, range(start, len(lengths))] if len(lengths) else []
 
 
-def refuse_other_provenance(path: Path, found: Provenance, expected: Provenance) -> None:
+def refuse_other_provenance(path: Path, found: Provenance, expected: Provenance, mend: str | None = None) -> None:
     """Stop, by name of the first field that differs, before a store is continued with other states."""
     for name, value in expected.model_dump(include=set(Provenance.model_fields)).items():
         other = getattr(found, name)
+        if name == "location" and other is not None:
+            other = absolute_url(other)
         if other != value:
             changed = _changed(other, value) if isinstance(value, dict) else ""
             raise DraftsmithError(
@@ -281,7 +295,7 @@ def refuse_other_provenance(path: Path, found: Provenance, expected: Provenance)
                 where=path,
                 found=other,
                 expected=value,
-                mend=f"give the run another name, or: rm -r {path}; draftsmith harvest CONFIG",
+                mend=mend or f"give the run another name, or: rm -r {path}; draftsmith harvest CONFIG",
             )
 
 

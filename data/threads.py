@@ -9,6 +9,7 @@ from typing import Any, Literal
 from draftsmith.configs.schema import SynthesizeSection
 from draftsmith.data.chat import ChatFormat, Rendered, TemplateRefusalError
 from draftsmith.data.conversations import Conversation, Message
+from draftsmith.data.ids import part_id
 from draftsmith.data.prompt_rows import Prompt
 
 Finish = Literal["stop", "length"]
@@ -85,7 +86,7 @@ class Thread:
         parts = [part for part in self.parts if part.spans]
         return [
             Conversation(
-                id=self.prompt.id if number == 0 else f"{self.prompt.id}#{number + 1}",
+                id=part_id(self.prompt.id, number + 1),
                 category=self.prompt.category,
                 messages=tuple(Message.model_validate(message) for message in self.messages[: part.messages]),
                 tools=self.prompt.tools,

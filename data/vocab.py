@@ -78,16 +78,19 @@ class DraftVocab:
         save_tensors(path, tensors, note)
 
     @classmethod
-    def load(cls, path: Path) -> DraftVocab:
+    def load(cls, path: Path, *, mend: str | None = None) -> DraftVocab:
         """Read and check.
+
+        Args:
+            mend: what helps if `path` is no such file; none: it is the run's own and is written again.
 
         Raises:
             DraftsmithError: missing or damaged file, a tensor with another dtype or shape, or d2t and t2d that do not
                 describe the same ids.
         """
         if not path.is_file():
-            raise DraftsmithError("the draft vocabulary is missing", where=path, mend=MEND)
-        mend = f"rm {path}; {MEND}"
+            raise DraftsmithError("the draft vocabulary is missing", where=path, mend=mend or MEND)
+        mend = mend or f"rm {path}; {MEND}"
         try:
             with safe_open(path, framework="pt") as handle:
                 note = json.loads((handle.metadata() or {}).get("draftsmith", "{}"))
@@ -102,7 +105,7 @@ class DraftVocab:
                 expected=1,
                 mend=mend,
             )
-        check_maps(tensors["d2t"], tensors["t2d"], where=path)
+        check_maps(tensors["d2t"], tensors["t2d"], where=path, mend=mend)
         counts = tensors["counts"]
         if counts.dtype != torch.int64 or counts.shape != tensors["t2d"].shape or bool((counts < 0).any()):
             raise DraftsmithError(
@@ -115,13 +118,12 @@ class DraftVocab:
         return cls(**tensors, source=note["source"], target=note["target"])
 
 
-def check_maps(d2t: torch.Tensor, t2d: torch.Tensor, *, where: object = None) -> None:
+def check_maps(d2t: torch.Tensor, t2d: torch.Tensor, *, where: object = None, mend: str = MEND) -> None:
     """Stop unless d2t int64 (D,) and t2d bool (V,) describe the same ascending ids.
 
     Raises:
         DraftsmithError: names the map and the first draft id at fault.
     """
-    mend = MEND if where is None else f"rm {where}; {MEND}"
     for name, tensor, dtype in (("d2t", d2t, torch.int64), ("t2d", t2d, torch.bool)):
         if tensor.dtype != dtype or tensor.dim() != 1:
             raise DraftsmithError(

@@ -79,7 +79,7 @@ def check_teacher(
             expected=f"at least {threshold:.2f} (train.guard_threshold)",
             mend=_cause(sample, head, norm, eps, threshold),
         )
-    if gap is not None and gap > LOGPROB_TOLERANCE:
+    if gap is not None and not gap <= LOGPROB_TOLERANCE:  # a gap that is not a number is none that fits
         raise DraftsmithError(
             "the teacher guard stops this run: the stored final states give sampled tokens another log-probability than generation recorded",
             where=reader.path,

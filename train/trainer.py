@@ -39,6 +39,7 @@ from draftsmith.train.metrics import append_metrics, read_metrics, truncate_metr
 from draftsmith.train.plan import plan_windows
 from draftsmith.train.report import write_report
 from draftsmith.train.shards import damaged_shards, remember_shards
+from draftsmith.train.stale import warn_of_stale_heldout, warn_of_stale_training
 from draftsmith.train.state import gather_moments, gather_weights, restore_moments, whole_drafter
 from draftsmith.train.step import Optimiser, learning_rate
 from draftsmith.train.tracking import Tracker
@@ -73,6 +74,10 @@ def train(config: RunConfig) -> Path:
     accelerator = make_accelerator(settings)
     damaged = damaged_shards(accelerator, config.store("train"), settings, folder)
     inputs = read_inputs(config, without=damaged)
+    if accelerator.is_main_process:
+        warn_of_stale_training(config, inputs.train, inputs.vocab)
+        if inputs.heldout is not None:
+            warn_of_stale_heldout(config, inputs.heldout)
     if inputs.heldout is not None:
         check_heldout(accelerator, config, inputs.heldout)
     longest = min(settings.max_length, settings.batch_tokens)

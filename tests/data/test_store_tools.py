@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import struct
@@ -13,17 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import sha256_file
 from draftsmith.configs.schema import RunConfig
 from draftsmith.data.codec import Codec
+from draftsmith.data.ids import answer_id, part_id, prompt_of
 from draftsmith.data.store import HarvestedConversation, HarvestReader, Provenance
 from draftsmith.data.store_check import check_store
 from draftsmith.data.store_edit import merge, split
 from draftsmith.data.store_stats import draw, store_stats
-from draftsmith.data.store_writer import StoreWriter
+from draftsmith.data.store_writer import StoreWriter, attach
 from draftsmith.data.synthesize import synthesize
 from draftsmith.data.vocab import count_store
 
@@ -191,6 +193,25 @@ def test_a_conversation_that_two_stores_hold_is_named(tmp_path: Path) -> None:
         merge([one, two], tmp_path / "both")
 
 
+def test_a_changed_shard_is_neither_merged_nor_split(tmp_path: Path) -> None:
+    store, other = make_store(tmp_path / "s", NAMES), make_store(tmp_path / "o", ["d"])
+    damage(store, 1, "taps", 0, b"\x01\x02\x03", hash_too=False)
+    with pytest.raises(DraftsmithError, match=r"bytes have changed(.|\n)*shard-00001"):
+        split(store, tmp_path / "t", tmp_path / "h", share=0.25, seed=1)
+    with pytest.raises(DraftsmithError, match=r"bytes have changed(.|\n)*shard-00001"):
+        merge([other, store], tmp_path / "both")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o", "s"]
+
+
+def test_shards_that_are_symbolic_links_are_merged_as_the_files_behind_them(tmp_path: Path) -> None:
+    store, other = make_store(tmp_path / "s", NAMES), make_store(tmp_path / "o", ["d"])
+    (tmp_path / "linked").mkdir()
+    for file in store.iterdir():
+        (tmp_path / "linked" / file.name).symlink_to(Path("../s") / file.name)
+    both = merge([tmp_path / "linked", other], tmp_path / "elsewhere" / "both")
+    assert not results(both) and not any(file.is_symlink() for file in both.iterdir())
+
+
 @pytest.mark.parametrize("codec", ["bfloat16", "fp8"])
 def test_split_holds_out_whole_conversations_by_seed(tmp_path: Path, codec: Codec) -> None:
     names = [*NAMES, "c3#2", "c3#3"]
@@ -214,6 +235,111 @@ def test_split_holds_out_whole_conversations_by_seed(tmp_path: Path, codec: Code
     assert set(HarvestReader(split(store, tmp_path / "t3", tmp_path / "h3", share=0.25, seed=2)[1]).ids) != set(b.ids)
     with pytest.raises(DraftsmithError, match="would be empty"):
         split(store, tmp_path / "t4", tmp_path / "h4", share=0.01, seed=1)
+
+
+def test_answers_to_one_prompt_are_on_one_side(tmp_path: Path) -> None:
+    """Ids as the makers of prompts and parts write them; the first answer to two prompts is missing."""
+    names = [
+        part_id(answer_id(prompt, answer), part)
+        for prompt in ("a", "b", "c", "d#7", "e", "f")
+        for answer in (1, 2, 3)
+        for part in (1, 2)
+        if (prompt, answer) not in (("b", 1), ("e", 1))
+    ]
+    assert {"a", "a#2", "a~3", "a~2#2", "d#7", "d#7~2", "b~2"} < set(names) and "b" not in names
+    sides = split(make_store(tmp_path / "s", names), tmp_path / "t", tmp_path / "h", share=0.5, seed=1)
+    train, heldout = ({re.split("[~]|#2", name)[0] for name in HarvestReader(side).ids} for side in sides)
+    assert train | heldout == {"a", "b", "c", "d#7", "e", "f"} and not train & heldout and len(heldout) == 3
+    assert prompt_of("q#2", {"q#2", "q#3"}) == "q#2"  # a name that somebody gave
+
+
+def test_a_manifest_with_a_log_probability_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    manifest = make_store(tmp_path / "s", NAMES) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"mean_logprob": null', '"mean_logprob": NaN', 1))
+    with pytest.raises(DraftsmithError, match=r"does not fit a store: shards\.0\.conversations\.0\.mean_logprob"):
+        HarvestReader(tmp_path / "s")
+
+
+def test_stores_do_not_share_a_folder_and_no_mend_deletes_one(tmp_path: Path) -> None:
+    store, other, third = (
+        make_store(tmp_path / name, NAMES[first : first + 4]) for name, first in (("s", 0), ("o", 4), ("z", 8))
+    )
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
+    (tmp_path / "link").symlink_to("s")
+    with pytest.raises(DraftsmithError, match=r"share a folder(.|\n)*HELDOUT(.|\n)*TRAIN"):
+        split(store, tmp_path / "t", tmp_path / "u" / ".." / "t", share=0.5, seed=0)
+    with pytest.raises(DraftsmithError, match=r"share a folder(.|\n)*which is read"):
+        split(store, tmp_path / "t", tmp_path / "link", share=0.5, seed=0)
+    with pytest.raises(DraftsmithError, match=r"share a folder(.|\n)*which is read"):
+        merge([store, other], tmp_path / "link")
+    for act in (
+        lambda: merge([store, other], third),
+        lambda: split(store, tmp_path / "t", third, share=0.5, seed=0),
+        lambda: split(store, third, tmp_path / "t", share=0.5, seed=0),
+    ):
+        with pytest.raises(DraftsmithError, match="mend: name another folder") as error:
+            act()
+        assert "rm " not in str(error.value) and not (tmp_path / "t").exists()
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*") if "link" not in file.parts} == before
+
+
+@pytest.mark.parametrize("share", [float("nan"), float("inf"), float("-inf"), 0.0, 1.0, -0.5])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, share: float) -> None:
+    store = make_store(tmp_path / "s", NAMES)
+    with pytest.raises(DraftsmithError, match="no such share"):
+        split(store, tmp_path / "t", tmp_path / "h", share=share, seed=0)
+
+
+def test_an_empty_store_and_a_foreign_vocabulary_are_refused_by_stats(tmp_path: Path) -> None:
+    with pytest.raises(DraftsmithError, match="the store holds no conversation"):
+        store_stats(make_store(tmp_path / "e", []))
+    store, foreign = make_store(tmp_path / "s", NAMES), tmp_path / "passwd"
+    for content in (b"root:x:0:0", save({"d2t": torch.zeros(3)})):
+        foreign.write_bytes(content)
+        with pytest.raises(DraftsmithError, match="mend: name a file that draftsmith vocab wrote") as error:
+            store_stats(store, foreign)
+        assert "rm " not in str(error.value)
+
+
+def test_a_manifest_whose_numbers_cannot_be_is_refused_by_field(tmp_path: Path) -> None:
+    file = make_store(tmp_path / "s", NAMES) / "manifest.json"
+    good = json.loads(file.read_text())
+    for name in ("vocab_size", "hidden_size", "shard_tokens", "planned"):
+        file.write_text(json.dumps(good | {name: -5}))
+        with pytest.raises(DraftsmithError, match=f"manifest.json does not fit a store: {name}: "):
+            check_store(file.parent)
+    for length, message in ((10**6, r"shards\.1: .*have 1,000,\d+ tokens, not"), (None, "")):
+        shards = json.loads(json.dumps(good["shards"]))
+        first, second = shards[1]["conversations"][:2]
+        if length is None:  # the sum is right
+            first["length"], second["length"] = first["length"] + 1, second["length"] - 1
+        else:
+            first["length"] = length
+        file.write_text(json.dumps(good | {"shards": shards}))
+        if message:
+            with pytest.raises(DraftsmithError, match=message):
+                check_store(file.parent)
+        else:
+            assert "offsets of shard-00001.safetensors" in results(file.parent)["counts"]
+
+
+def test_a_place_that_cannot_be_written_is_one_refusal(tmp_path: Path) -> None:
+    """A file stands where the folder is to be, or one of its parents; /proc takes no folder from anybody."""
+    store, other = make_store(tmp_path / "s", NAMES[:4]), make_store(tmp_path / "o", NAMES[4:])
+    (tmp_path / "url").mkdir()
+    shutil.copy(store / "manifest.json", tmp_path / "url")
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "store", Path("/proc/self/store")):
+        for act in (
+            lambda place=place: make_store(place, NAMES),
+            lambda place=place: merge([store, other], place),
+            lambda place=place: split(store, place, tmp_path / "h", share=0.5, seed=0),
+            lambda place=place: split(store, tmp_path / "t", place, share=0.5, seed=0),
+            lambda place=place: attach(f"file://{tmp_path}/url", place),
+        ):
+            with pytest.raises(DraftsmithError, match=f"could not write(.|\n)*{place}"):
+                act()
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_stats_count_what_a_loop_counts_and_draw_it(tmp_path: Path) -> None:

@@ -118,3 +118,14 @@ def test_sampled_text_of_another_temperature_is_refused(prepared):
     head = target.head.load()
     with pytest.raises(DraftsmithError, match="another log-probability than generation recorded"):
         check_teacher(Sampled(config, head, 0.3), head, target.final_norm.load(), target.rms_norm_eps, 0.97)
+
+
+@pytest.mark.parametrize("first", [float("nan"), float("inf")])
+def test_a_log_probability_that_is_no_number_fits_nothing(prepared, first):
+    config = load_config(prepared)
+    target = read_target(config.target.path)
+    head = target.head.load()
+    sampled = Sampled(config, head, 1.0)
+    sampled[0] = dataclasses.replace(sampled[0], mean_logprob=first)
+    with pytest.raises(DraftsmithError, match="another log-probability than generation recorded"):
+        check_teacher(sampled, head, target.final_norm.load(), target.rms_norm_eps, 0.97)
