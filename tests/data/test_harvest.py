@@ -219,7 +219,7 @@ def test_a_target_that_lacks_a_weight_is_never_filled_up_at_random(
     lacking = damaged(tiny, tmp_path / "lacking", lambda tensors: tensors.pop(name))
     narrow = damaged(tiny, tmp_path / "narrow", lambda tensors: tensors.update({name: tensors[name][:, :32].clone()}))
     for folder in (lacking, narrow):
-        config = make_config(target__path=str(folder))
+        config = make_config(name=folder.name, target__path=str(folder))
         put_conversations(config, [([9, 8, 4], [(1, 3)])], target=folder)
         with pytest.raises(DraftsmithError, match=name.replace(".", r"\.")):
             harvest(config, "train")
