@@ -30,6 +30,7 @@ from draftsmith.data.chat import ChatFormat, TemplateRefusalError
 from draftsmith.data.conversations import Conversation, ConversationFile, ConversationLog, read_conversations
 from draftsmith.data.prompt_rows import Prompt
 from draftsmith.data.prompt_sets import Entry, select_prompts
+from draftsmith.data.recorded import Tally, missing_from
 from draftsmith.data.rejects import Rejects
 from draftsmith.data.remote import answer_remotely, say_servers
 from draftsmith.data.target_model import chat_format, split_dtype, target_mark
@@ -71,14 +72,17 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
         }
         _refuse_other_settings(path, summary_path, settings)
         if path.is_file():
-            summary = read_json(summary_path, what="the summary of the conversations")
+            summary, lost = read_json(summary_path, what="the summary of the conversations"), ""
             if (
                 summary.get("complete")
                 and summary.get("prompts") == digest
                 and summary.get("cut_is", "keep") == config.synthesize.cut
+                and not (lost := missing_from(path, summary))
             ):
                 closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
                 return path
+            if lost:
+                warn(f"{path} is not what its summary counted ({lost}): what is missing is asked again")
         longest = min(config.synthesize.max_prompt_tokens, target.context_length - 1)
         total = sum(1 for _ in usable.write(_fitting(chosen, chat, longest, rejects)))
         if not total:
@@ -122,17 +126,19 @@ def finished_conversations(
         each: called with every conversation as it is checked, so that one reading of the file is enough.
 
     Raises:
-        DraftsmithError: missing or unfinished file, or another target.
+        DraftsmithError: missing, unfinished or shortened file, or another target.
     """
     path, summary_path = config.conversations(split), summary_file(config, split)
     mend = "draftsmith synthesize CONFIG"
     if not path.is_file():
         raise DraftsmithError(f"the {split} conversations are missing", where=path, mend=mend)
-    if summary_path.is_file() and not read_json(summary_path, what="the summary").get("complete"):
+    summary = read_json(summary_path, what="the summary") if summary_path.is_file() else None
+    if summary is not None and not summary.get("complete"):
         raise DraftsmithError(f"the {split} conversations are unfinished", where=path, mend=mend)
-    mark = target_mark(read_target(config.target.path))
+    mark, counts = target_mark(read_target(config.target.path)), Tally()
 
     def check(conversation: Conversation) -> None:
+        counts.add(conversation)
         if conversation.target != mark:
             raise DraftsmithError(
                 f"conversation {conversation.id} was written by another target",
@@ -145,6 +151,14 @@ def finished_conversations(
             each(conversation)
 
     conversations = ConversationFile(path, check)
+    if summary is not None and (lost := counts.differences(summary)):
+        raise DraftsmithError(
+            f"the {split} conversations are not those that were finished",
+            where=path,
+            found=lost,
+            expected=f"what {summary_path.name} counted",
+            mend=f"{mend} (asks what is missing again)",
+        )
     if not len(conversations):
         raise DraftsmithError(f"the {split} conversations are empty", where=path, mend=f"rm {path}; {mend}")
     return conversations
@@ -268,27 +282,23 @@ class _Work:
 
     def facts(self, rejects: Rejects) -> dict[str, Any]:
         """Counts of the finished file, for the summary."""
-        counts: Counter[str] = Counter()
+        tally = Tally()
         finish: Counter[str] = Counter()
         logprob, known = 0.0, 0
-        asked: set[str] = set()
         for one in read_conversations(self.config.conversations(self.split)):
-            asked.add(one.prompt_id)
+            tally.add(one)
             finish.update(one.finish)
-            counts.update(
-                sequences=1, turns=len(one.spans), tokens=len(one.input_ids), generated_tokens=one.generated_tokens
-            )
             if one.mean_logprob is not None:
                 logprob += one.mean_logprob * one.generated_tokens
                 known += one.generated_tokens
-        kept = [prompt for prompt in self.prompts() if prompt.id in asked]
+        counts = tally.counts()
+        kept = [prompt for prompt in self.prompts() if prompt.id in tally.prompts]
         return {
-            "conversations": len(asked),
-            **{name: counts[name] for name in ("sequences", "turns", "tokens", "generated_tokens")},
+            **counts,
             "mean_logprob": logprob / known if known else None,
             "finish": dict(finish),
             "cut": finish["length"],
-            "dropped": self.total - len(asked),
+            "dropped": self.total - len(tally.prompts),
             "turns_not_asked": sum(len(prompt.turns) for prompt in kept) - counts["turns"],
             "rejected": rejects.counts(),
         }

@@ -150,6 +150,21 @@ def test_a_second_run_writes_nothing_and_says_so(
     assert "complete already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("left", ["half", "torn", "nothing"])
+def test_a_shortened_file_is_refused_and_the_missing_conversations_are_asked_again(
+    make_config: Callable[..., RunConfig], left: str
+) -> None:
+    config = make_config()
+    path = synthesize(config, "train")
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes({"half": b"".join(lines[:4]), "torn": whole[:-9], "nothing": b""}[left])
+    with pytest.raises(DraftsmithError, match=r"not those that were finished(.|\n)*mend: draftsmith synthesize"):
+        finished_conversations(config, "train")
+    assert synthesize(config, "train").read_bytes() == whole
+    assert len(finished_conversations(config, "train")) == 8
+
+
 def test_more_prompts_are_added_to_what_is_there(make_config: Callable[..., RunConfig]) -> None:
     few = list(read_conversations(synthesize(make_config(prompts__train_limit=3), "train")))
     assert planned_conversations(make_config()) == (8, 11, None)
