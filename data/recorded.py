@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.conversations import Conversation, read_conversations
+from draftsmith.configs.files import atomic_file
+from draftsmith.data.conversations import Conversation, ConversationLog, read_conversations
 
 
 class Tally:
@@ -51,3 +52,27 @@ def missing_from(path: Path, summary: Mapping[str, Any]) -> str:
     for one in read_conversations(path):
         tally.add(one)
     return tally.differences(summary)
+
+
+def lay_aside(log: ConversationLog, kept: Iterable[str], file: Path) -> int:
+    """Put what is recorded and not kept into `file`, beside what lies there; what is kept again leaves it.
+
+    The file holds each prompt once and none that the log keeps, so that it can be appended to the log's file.
+
+    Returns:
+        How many conversations were put there.
+    """
+    wanted = set(kept)
+    fallen = [prompt for prompt in log.recorded if prompt not in wanted]
+    if not fallen and not file.is_file():
+        return 0
+    with ConversationLog(file) as aside:
+        stay = [prompt for prompt in aside.recorded if prompt not in log.recorded]
+        with atomic_file(file) as temporary, temporary.open("wb") as handle:
+            for prompt in stay:
+                handle.write(aside.lines(prompt))
+            for prompt in fallen:
+                handle.write(log.lines(prompt))
+    if not stay and not fallen:
+        file.unlink()
+    return len(fallen)

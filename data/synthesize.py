@@ -30,7 +30,7 @@ from draftsmith.data.chat import ChatFormat, TemplateRefusalError
 from draftsmith.data.conversations import Conversation, ConversationFile, ConversationLog, read_conversations
 from draftsmith.data.prompt_rows import Prompt
 from draftsmith.data.prompt_sets import Entry, select_prompts
-from draftsmith.data.recorded import Tally, missing_from
+from draftsmith.data.recorded import Tally, lay_aside, missing_from
 from draftsmith.data.rejects import Rejects
 from draftsmith.data.remote import answer_remotely, say_servers
 from draftsmith.data.target_model import chat_format, split_dtype, target_mark
@@ -70,7 +70,7 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
             "template": chat.template_hash,
             **config.synthesize.model_dump(mode="json", exclude=FREE),
         }
-        _refuse_other_settings(path, summary_path, settings)
+        _refuse_other_settings(path, summary_path, dropped_file(config, split), settings)
         if path.is_file():
             summary, lost = read_json(summary_path, what="the summary of the conversations"), ""
             if (
@@ -94,13 +94,11 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
         rejects.write(rejects_file(config, split))
         with ConversationLog(path) as log:
             work.answer_rest(log)
-            log.rewrite(prompt.id for prompt in work.prompts() if not work.is_dropped(log, prompt.id))
+            work.refuse_empty(log, path)
+            kept = [prompt.id for prompt in work.prompts() if not work.is_dropped(log, prompt.id)]
+            fallen = lay_aside(log, kept, dropped_file(config, split))
+            log.rewrite(kept)
         facts = work.facts(rejects)
-        if not facts["conversations"]:
-            raise DraftsmithError(
-                "every conversation has a turn that was cut, and synthesize.cut=drop leaves none", where=path,
-                mend="raise synthesize.max_new_tokens",
-            )  # fmt: skip
     write_json(
         summary_path,
         {
@@ -108,6 +106,12 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
             "tool_version": __version__,
         },
     )  # fmt: skip
+    if fallen:
+        aside = dropped_file(config, split)
+        warn(
+            f"{fallen:,} conversations that were there fall out under these settings and prompts; they lie in {aside}. "
+            f"To have them back: cat {aside} >> {path}, then synthesize with settings that want them"
+        )
     _say(config, split, facts, rejects)
     return path
 
@@ -167,6 +171,11 @@ def finished_conversations(
 def rejects_file(config: RunConfig, split: Split) -> Path:
     """Rows that were left out, with line number and reason."""
     return config.conversations(split).with_suffix(".rejects.jsonl")
+
+
+def dropped_file(config: RunConfig, split: Split) -> Path:
+    """Conversations that were answered and that settings or prompts no longer want; no run deletes answers."""
+    return config.conversations(split).with_suffix(".dropped.jsonl")
 
 
 def digest_of(entries: Iterable[Entry]) -> tuple[str, int, int]:
@@ -280,6 +289,19 @@ class _Work:
         """Whether `synthesize.cut` leaves the conversation out."""
         return self.config.synthesize.cut == "drop" and any("length" in part.finish for part in log.read(prompt))
 
+    def refuse_empty(self, log: ConversationLog, path: Path) -> None:
+        """Stop where everything is answered and nothing of it would be left in the file.
+
+        Raises:
+            DraftsmithError: `synthesize.cut` leaves every conversation out.
+        """
+        if all(prompt.id in log.recorded and self.is_dropped(log, prompt.id) for prompt in self.prompts()):
+            raise DraftsmithError(
+                "every conversation has a turn that was cut, and synthesize.cut=drop leaves none; the file stays as it is",
+                where=path,
+                mend="synthesize.cut=keep, or a larger synthesize.max_new_tokens and another name",
+            )
+
     def facts(self, rejects: Rejects) -> dict[str, Any]:
         """Counts of the finished file, for the summary."""
         tally = Tally()
@@ -348,18 +370,20 @@ def _say(config: RunConfig, split: Split, facts: dict[str, Any], rejects: Reject
 
 
 def _check_recorded(path: Path, work: _Work) -> None:
-    """What is recorded must have been asked what the prompt of its id asks today."""
+    """What is recorded must have been asked what the prompt of its id asks today, and some of it must stay."""
     if not path.is_file():
         return
     with ConversationLog(path) as log:
         for prompt in work.prompts():
             if prompt.id in log.recorded:
                 _refuse_other_prompt(log.read(prompt.id)[0], prompt, work.chat, path)
+        work.refuse_empty(log, path)
 
 
-def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, Any]) -> None:
+def _refuse_other_settings(path: Path, summary_path: Path, aside: Path, settings: dict[str, Any]) -> None:
     if not path.is_file():
         return
+    files = " ".join(str(file) for file in (path, summary_path, aside) if file.is_file())
     found = read_json(
         summary_path, what="the summary of the conversations", mend=f"rm {path}, or put its summary back"
     ).get("settings")
@@ -373,7 +397,7 @@ def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, A
                 where=path,
                 found=then,
                 expected=value,
-                mend=f"give the run another name, or: rm {path} {summary_path}",
+                mend=f"give the run another name, or: rm {files}",
             )
 
 
