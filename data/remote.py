@@ -62,6 +62,7 @@ class _Run:
         deliver: Deliver,
     ) -> None:
         self._config, self._chat, self._mark = config, chat, mark
+        self._vocab_size = target.vocab_size
         self._context, self._threads, self._deliver = target.context_length, threads, deliver
         self._unanswered = Unanswered()
         self._finished: asyncio.Queue[list[Conversation] | None] = asyncio.Queue()
@@ -133,10 +134,24 @@ class _Run:
             server = await self._pool.take()
             try:
                 answer = await self._pool.call(server, self._request(server, thread, turn))
-                return read_reply(answer, thread.parts[-1].seen, self._chat, chat_endpoint=section.endpoint == "chat")
             except BadReplyError as error:
                 fault = error
+                continue
+            try:
+                return self._read(answer, thread)
+            except BadReplyError as error:
+                fault = type(error)(f"{error} (from {server.url})")
         raise fault
+
+    def _limit(self, thread: Thread) -> int:
+        """max_tokens of the turn asked last."""
+        return min(self._config.synthesize.max_new_tokens, self._context - len(thread.ids))
+
+    def _read(self, answer: Any, thread: Thread) -> Reply:
+        return read_reply(
+            answer, thread.parts[-1].seen, self._chat, limit=self._limit(thread), context=self._context,
+            vocab_size=self._vocab_size, chat_endpoint=self._config.synthesize.endpoint == "chat",
+        )  # fmt: skip
 
     def _request(self, server: Server, thread: Thread, turn: int) -> Any:
         section = self._config.synthesize
@@ -145,7 +160,7 @@ class _Run:
             extra = {"return_token_ids": True, "stop_token_ids": list(self._chat.stop_ids)}
         arguments: dict[str, Any] = {
             "model": self._model,
-            "max_tokens": min(section.max_new_tokens, self._context - len(thread.ids)),
+            "max_tokens": self._limit(thread),
             "temperature": section.temperature,
             "top_p": section.top_p,
             "seed": seed_of(section.seed, thread.prompt.id, turn) & 0x7FFFFFFF,

@@ -163,6 +163,69 @@ def test_a_server_that_sees_another_prompt_stops_by_name(serve: Any, remote: Any
         synthesize(config, "train")
 
 
+def _text(text: str) -> Callable[..., None]:
+    """A server that gives this text and no ids."""
+
+    def change(choice: dict[str, Any], body: dict[str, Any]) -> None:
+        del choice["token_ids"]
+        choice["text"], choice["finish_reason"] = text, "stop"
+
+    return change
+
+
+LIES: dict[str, tuple[Callable[..., None], str]] = {
+    "an id outside": (lambda choice, body: choice.update(token_ids=[512, 2]), "outside the target's vocabulary of 512"),
+    "a huge id": (lambda choice, body: choice.update(token_ids=[10**25]), "outside the target's vocabulary"),
+    "too many": (
+        lambda choice, body: choice.update(token_ids=[50] * 500, text="P" * 500, finish_reason="length"),
+        "more tokens than max_tokens",
+    ),
+    "too few": (
+        lambda choice, body: choice.update(token_ids=[50], text="P", finish_reason="length"),
+        "length before max_tokens",
+    ),
+    "another text": (lambda choice, body: choice.update(text="Good day!"), "not those of its text"),
+    "a surrogate": (lambda choice, body: choice.update(text="\ud800"), "not those of its text"),
+    "a surrogate alone": (_text("so \ud800"), "no valid Unicode"),
+    "a long text": (_text("word " * 500), "far more text"),
+    "a number for the prompt": (lambda choice, body: choice.update(prompt_token_ids=7), "saw another prompt"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_that_contradicts_itself_is_refused_by_name(serve: Any, remote: Any, lie: str) -> None:
+    server = serve()
+    server.change, reason = LIES[lie]
+    config = remote([server], rows=3, synthesize__retries=1, synthesize__concurrency=1)
+    with pytest.raises(DraftsmithError, match=rf"stayed unanswered(.|\n)*{reason}(.|\n)*{server.url}"):
+        synthesize(config, "train")
+    assert not config.conversations("train").read_bytes()
+    server.change = None
+    assert len(list(read_conversations(synthesize(config, "train")))) == 3
+
+
+TRUTHS: dict[str, tuple[list[int], str, str]] = {
+    "the end left in the text": ([40, 41, 2], "FG<|im_end|>", "stop"),
+    "the end kept back": ([40, 41], "FG", "stop"),
+    "special tokens left out": ([40, 0, 41, 2], "FG", "stop"),
+    "special tokens left in": ([40, 0, 41, 2], "F<|endoftext|>G", "stop"),
+    "half a character": ([40, 130, 2], "F", "stop"),
+    "half a character shown": ([40, 130, 2], "F\ufffd", "stop"),
+    "spaces": ([40, 223, 41, 2], "F G", "stop"),
+    "no text": ([40, 41, 2], "", "stop"),
+    "nothing but the end": ([2], "", "stop"),
+}
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_ids_whose_text_a_server_shows_in_its_own_way_are_kept(serve: Any, remote: Any, truth: str) -> None:
+    server = serve()
+    ids, text, finish = TRUTHS[truth]
+    server.change = lambda choice, body: choice.update(token_ids=ids, text=text, finish_reason=finish)
+    for one in read_conversations(synthesize(remote([server], rows=2, synthesize__retries=0), "train")):
+        assert all(list(one.input_ids[start:end]) == [*ids[: len(ids) - (ids[-1] == 2)], 2] for start, end in one.spans)
+
+
 def test_prompts_that_stay_unanswered_are_asked_by_the_next_run_alone(serve: Any, remote: Any) -> None:
     config = remote([serve(faults=("500",), share=0.5)], synthesize__retries=0)
     with pytest.raises(DraftsmithError, match=r"stayed unanswered(.|\n)*HTTP 500"):
@@ -197,7 +260,7 @@ def test_without_token_ids_the_text_gives_them(serve: Any, remote: Any) -> None:
             body = next(body for body in server.requests if body["prompt"] == list(one.input_ids[:start]))
             assert "return_token_ids" not in body
             ids, _ = faulty_server.reply_ids(body["prompt"], body["seed"], 24)
-            assert chat.written(one.input_ids[start:end]) == "".join(chr(one_id) for one_id in ids if one_id != 2)
+            assert chat.written(one.input_ids[start:end]) == faulty_server.text_of(ids)
             assert (one.input_ids[end - 1] == 2) == (finish == "stop")
 
 
