@@ -157,6 +157,18 @@ def test_servers_that_never_answer_stop_the_run_and_keep_what_is_there(serve: An
     assert len(list(read_conversations(synthesize(remote([server]), "train")))) == 40
 
 
+@pytest.mark.parametrize("models", ['{"object": "list", "data": []}', "<html>sign in</html>", "{}", "[]"])
+def test_a_server_that_lists_no_model_is_asked_ever_more_rarely_and_not_for_ever(
+    serve: Any, remote: Any, models: str
+) -> None:
+    server = serve()
+    server.models = models
+    config = remote([server], rows=2, synthesize__patience=2.0)
+    with pytest.raises(DraftsmithError, match=r"no server can be reached(.|\n)*(lists no model|broken answer)"):
+        synthesize(config, "train")
+    assert 2 <= server.models_asked <= 8
+
+
 def test_a_server_that_sees_another_prompt_stops_by_name(serve: Any, remote: Any) -> None:
     config = remote([serve(faults=("other prompt",), share=1.0)], synthesize__retries=0)
     with pytest.raises(DraftsmithError, match=r"answer nothing(.|\n)*saw another prompt"):
