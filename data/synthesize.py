@@ -13,7 +13,7 @@ import itertools
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,12 +93,13 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
         write_json(summary_path, {"settings": settings, "prompts": digest, "complete": False})
         rejects.write(rejects_file(config, split))
         with ConversationLog(path) as log:
-            work.answer_rest(log)
-            work.refuse_empty(log, path)
-            kept = [prompt.id for prompt in work.prompts() if not work.is_dropped(log, prompt.id)]
+            refused = work.answer_rest(log)
+            _reject(refused, work, rejects, rejects_file(config, split))
+            work.refuse_empty(log, path, refused)
+            kept = [one.id for one in work.prompts() if one.id not in refused and not work.is_dropped(log, one.id)]
             fallen = lay_aside(log, kept, dropped_file(config, split))
             log.rewrite(kept)
-        facts = work.facts(rejects)
+        facts = work.facts(rejects, len(refused))
     write_json(
         summary_path,
         {
@@ -252,15 +253,18 @@ class _Work:
         """Every usable prompt in order."""
         return (entry.prompt for entry in self.usable)
 
-    def answer_rest(self, log: ConversationLog) -> None:
+    def answer_rest(self, log: ConversationLog) -> dict[str, str]:
         """Answer what is not recorded yet.
+
+        Returns:
+            Prompts that a server refuses for good, and why.
 
         Raises:
             DraftsmithError: servers left some prompts unanswered; the rest is recorded.
         """
         left = sum(prompt.id not in log.recorded for prompt in self.prompts())
         if not left:
-            return
+            return {}
         remote = self.config.synthesize.backend == "openai"
         with meter("synthesize", self.total, "conversations", done=self.total - left) as progress:
             pace = _Pace(log, progress)
@@ -271,38 +275,47 @@ class _Work:
                 )
                 for finished in answers(self.config, self.dtype, self._batches(log)):
                     pace.deliver(finished)
-                return
+                return {}
             say_servers(self.config, left, self.total, self.split)
             rest = (self._open(prompt) for prompt in self.prompts() if prompt.id not in log.recorded)
             unanswered = answer_remotely(
-                self.config, self.chat, self.target, target_mark(self.target), rest, pace.deliver
+                self.config,
+                self.chat,
+                self.target,
+                target_mark(self.target),
+                rest,
+                pace.deliver,
+                begun=bool(log.recorded),
             )
         if unanswered:
             raise DraftsmithError(
                 f"{unanswered.total():,} of {left:,} prompts stayed unanswered; the others are kept",
                 where=", ".join(self.config.synthesize.servers),
-                found="; ".join(f"{count:,} {reason}" for reason, count in unanswered.most_common(5)),
+                found="; ".join(f"{count:,} {reason}" for reason, count in unanswered.most_common(5))
+                + "".join(f"; {prompt} {reason}" for prompt, reason in list(unanswered.refused.items())[:3]),
                 mend="run the same command again: it asks only these",
             )
+        return unanswered.refused
 
     def is_dropped(self, log: ConversationLog, prompt: str) -> bool:
         """Whether `synthesize.cut` leaves the conversation out."""
         return self.config.synthesize.cut == "drop" and any("length" in part.finish for part in log.read(prompt))
 
-    def refuse_empty(self, log: ConversationLog, path: Path) -> None:
+    def refuse_empty(self, log: ConversationLog, path: Path, refused: Collection[str] = ()) -> None:
         """Stop where everything is answered and nothing of it would be left in the file.
 
         Raises:
             DraftsmithError: `synthesize.cut` leaves every conversation out.
         """
-        if all(prompt.id in log.recorded and self.is_dropped(log, prompt.id) for prompt in self.prompts()):
+        asked = (prompt.id for prompt in self.prompts() if prompt.id not in refused)
+        if all(prompt in log.recorded and self.is_dropped(log, prompt) for prompt in asked):
             raise DraftsmithError(
                 "every conversation has a turn that was cut, and synthesize.cut=drop leaves none; the file stays as it is",
                 where=path,
                 mend="synthesize.cut=keep, or a larger synthesize.max_new_tokens and another name",
             )
 
-    def facts(self, rejects: Rejects) -> dict[str, Any]:
+    def facts(self, rejects: Rejects, refused: int) -> dict[str, Any]:
         """Counts of the finished file, for the summary."""
         tally = Tally()
         finish: Counter[str] = Counter()
@@ -320,7 +333,7 @@ class _Work:
             "mean_logprob": logprob / known if known else None,
             "finish": dict(finish),
             "cut": finish["length"],
-            "dropped": self.total - len(tally.prompts),
+            "dropped": self.total - refused - len(tally.prompts),
             "turns_not_asked": sum(len(prompt.turns) for prompt in kept) - counts["turns"],
             "rejected": rejects.counts(),
         }
@@ -378,6 +391,31 @@ def _check_recorded(path: Path, work: _Work) -> None:
             if prompt.id in log.recorded:
                 _refuse_other_prompt(log.read(prompt.id)[0], prompt, work.chat, path)
         work.refuse_empty(log, path)
+
+
+def _reject(refused: Mapping[str, str], work: _Work, rejects: Rejects, file: Path) -> None:
+    """List the prompts that a server refuses.
+
+    Raises:
+        DraftsmithError: they are all prompts, or with the bad rows too many.
+    """
+    if not refused:
+        return
+    if len(refused) == work.total:
+        raise DraftsmithError(
+            "the servers refuse every prompt",
+            where=", ".join(work.config.synthesize.servers),
+            found=dict(Counter(refused.values()).most_common(3)),
+            mend="look at the servers' logs; synthesize.token_ids=false for a server that refuses the field",
+        )
+    lines: set[int] = set()
+    for entry in work.usable:
+        if entry.prompt.id in refused:
+            again = entry.line in lines  # of a row that is asked several times the first copy is the fault
+            rejects.add(entry.line, refused[entry.prompt.id], entry.prompt.id, repeated=again)
+            lines.add(entry.line)
+    rejects.refuse_too_many(work.config.prompts.max_rejected, file)
+    rejects.write(file)
 
 
 def _refuse_other_settings(path: Path, summary_path: Path, aside: Path, settings: dict[str, Any]) -> None:

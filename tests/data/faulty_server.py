@@ -57,6 +57,8 @@ class FaultyServer(ThreadingHTTPServer):
         self.token_ids = True
         self.change: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
         """Changes every choice before it is sent; also gets the request."""
+        self.refuses: Callable[[dict[str, Any]], bool] | None = None
+        """Which requests are answered with HTTP 400."""
         self.models = json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
         self.models_asked = 0
 
@@ -118,6 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(self.server.delay)
         if fault in ("429", "500", "503"):
             self._send(int(fault), b'{"error": {"message": "busy"}}')
+            return
+        if self.server.refuses is not None and self.server.refuses(body):
+            self._send(400, b'{"error": {"message": "such prompts are not for me"}}')
             return
         ids, finish = reply_ids(body["prompt"], body["seed"], body["max_tokens"])
         choice: dict[str, Any] = {

@@ -292,6 +292,56 @@ def test_cut_turns_are_counted_and_their_end_of_turn_is_never_generated(serve: A
     assert [one.id for one in dropped] == [one.id for one in conversations if "length" not in one.finish]
 
 
+def test_prompts_that_a_server_refuses_are_listed_and_the_run_completes_without_them(
+    serve: Any, remote: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unbroken = list(read_conversations(synthesize(remote([serve()], rows=20, name="unbroken"), "train")))
+    server = serve()
+    other = unbroken[7]
+    server.refuses = lambda body: body["prompt"] == list(other.input_ids[: other.spans[0][0]])
+    config = remote([server], rows=20)
+    done = list(read_conversations(synthesize(config, "train")))
+    assert done == [one for one in unbroken if one is not other]
+    listed = [json.loads(line) for line in rejects_file(config, "train").read_text().splitlines()]
+    assert [(row["id"], row["line"]) for row in listed] == [("p7", 8)]
+    assert "HTTP 400" in listed[0]["reason"] and "not for me" in listed[0]["reason"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 of 20 rows" in said and "HTTP 400" in said and "cut turn" not in said
+    summary = json.loads(summary_file(config, "train").read_text())
+    assert summary["complete"] and summary["dropped"] == 0 and sum(summary["rejected"].values()) == 1
+    asked = len(server.requests)
+    synthesize(config, "train")
+    assert len(server.requests) == asked, "complete already"
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_servers_that_refuse_every_prompt_stop_the_run(serve: Any, remote: Any, rows: int) -> None:
+    server = serve()
+    server.refuses = lambda body: True
+    config = remote([server], rows=rows)
+    with pytest.raises(DraftsmithError, match=r"(refuse every prompt|answer nothing)(.|\n)*not for me"):
+        synthesize(config, "train")
+    assert not json.loads(summary_file(config, "train").read_text())["complete"]
+    server.refuses = lambda body: body["seed"] % 2 == 0
+    with pytest.raises(DraftsmithError, match="of the prompts are unusable"):
+        synthesize(remote([server], rows=40, prompts__max_rejected=0.1), "train")
+
+
+def test_an_answer_of_no_token_is_a_refused_prompt_unless_its_ids_end_the_turn(serve: Any, remote: Any) -> None:
+    server = serve()
+
+    def empty(choice: dict[str, Any], body: dict[str, Any]) -> None:
+        if body["seed"] % 8 == 0:
+            choice.update(token_ids=[], text="", finish_reason="stop")
+
+    server.change = empty
+    config = remote([server])
+    done = {one.id for one in read_conversations(synthesize(config, "train"))}
+    listed = [json.loads(line) for line in rejects_file(config, "train").read_text().splitlines()]
+    assert listed and all("an empty answer" in row["reason"] and server.url in row["reason"] for row in listed)
+    assert done | {row["id"] for row in listed} == {f"p{n}" for n in range(40)} and len(done) + len(listed) == 40
+
+
 def test_rejects_are_listed_with_line_and_reason_and_too_many_stop(serve: Any, remote: Any, tmp_path: Path) -> None:
     rows = [
         {"prompt": "fine"},
