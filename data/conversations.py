@@ -161,15 +161,16 @@ class ConversationLog:
 
     def read(self, prompt: str) -> list[Conversation]:
         """The recorded parts of a prompt's conversation."""
-        return [Conversation.model_validate_json(line) for line in self._lines(prompt).splitlines()]
+        return [Conversation.model_validate_json(line) for line in self.lines(prompt).splitlines()]
 
     def rewrite(self, prompts: Iterable[str]) -> None:
         """Put the file into the order of `prompts`, atomically; what is not named is left out."""
         with atomic_file(self._path) as temporary, temporary.open("wb") as handle:
             for prompt in prompts:
-                handle.write(self._lines(prompt))
+                handle.write(self.lines(prompt))
 
-    def _lines(self, prompt: str) -> bytes:
+    def lines(self, prompt: str) -> bytes:
+        """A prompt's recorded lines as they stand in the file."""
         start, length = self.recorded[prompt]
         self._handle.seek(start)
         return self._handle.read(length)

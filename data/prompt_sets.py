@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -67,20 +68,21 @@ def select_prompts(config: RunConfig, split: Split, rejects: Rejects | None = No
         rejects: takes what is left out; none: the file's bad rows are counted and forgotten.
 
     Raises:
-        DraftsmithError: as `stream_prompts`.
+        DraftsmithError: as `stream_prompts`, or a row's id is the name that another row's further answer or part gets.
     """
     section = config.prompts
     source, limit = (
         (section.heldout, section.heldout_limit) if split == "heldout" else (section.train, section.train_limit)
     )
     rejects = Rejects(source, strict=section.strict) if rejects is None else rejects
+    names = _Names(source, limit, 1 if split == "heldout" else config.synthesize.answers)
     if split == "heldout":
-        yield from stream_prompts(source, rejects, limit)
+        yield from names.watch(stream_prompts(source, rejects, limit))
         return
     heldout = stream_prompts(section.heldout, Rejects(section.heldout), section.heldout_limit)
     held = openings(entry.prompt for entry in heldout)
     dropped = 0
-    for entry in stream_prompts(source, rejects, limit):
+    for entry in names.watch(stream_prompts(source, rejects, limit)):
         if overlaps(entry.prompt, held):
             dropped += 1
         else:
@@ -90,6 +92,59 @@ def select_prompts(config: RunConfig, split: Split, rejects: Rejects | None = No
                 yield Entry(entry.line, again)
     if dropped:
         warn(f"{dropped:,} training prompts also stand in the held-out set and were dropped")
+
+
+class _Names:
+    """Refuses ids such as `x~2` or `q#2` where `x` is asked twice or `q` has two turns.
+
+    Such an id says by its form whose name it may take, so only those are remembered; the source is read again if any are.
+    """
+
+    def __init__(self, source: str, limit: int | None, answers: int) -> None:
+        self._source, self._limit, self._answers = source, limit, answers
+        self._claims: dict[str, list[tuple[str, int]]] = {}
+        """Id that stands before the ending -> ids with endings, and their rows."""
+
+    def watch(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Pass the entries on.
+
+        Raises:
+            DraftsmithError: at the end, if two rows' conversations would have one id.
+        """
+        for entry in entries:
+            for base in self._bases(entry.prompt.id):
+                self._claims.setdefault(base, []).append((entry.prompt.id, entry.line))
+            yield entry
+        if not self._claims:
+            return
+        for entry in stream_prompts(self._source, Rejects(self._source), self._limit):
+            for name, line in self._claims.get(entry.prompt.id, ()):
+                if self._is_given(name, entry.prompt):
+                    raise DraftsmithError(
+                        "two rows' conversations would have the same id",
+                        where=self._source,
+                        found=f"row {line} has the id {name}, which a further answer or part of row {entry.line}, "
+                        f"{entry.prompt.id}, is named",
+                        mend="give one of the rows another id",
+                    )
+
+    def _bases(self, name: str) -> set[str]:
+        found = _ENDING.fullmatch(name)
+        if found is None:
+            return set()
+        copy = found["base"] + (found["copy"] or "")
+        return {base for base in (found["base"], copy) if base != name}
+
+    def _is_given(self, name: str, prompt: Prompt) -> bool:
+        found = _ENDING.fullmatch("x" + name.removeprefix(prompt.id))
+        return (
+            found is not None
+            and (found["copy"] is None or 2 <= int(found["copy"][1:]) <= self._answers)
+            and (found["part"] is None or 2 <= int(found["part"][1:]) <= len(prompt.turns))
+        )
+
+
+_ENDING = re.compile(r"(?P<base>.+?)(?P<copy>~[1-9][0-9]{0,8})?(?P<part>#[1-9][0-9]{0,8})?", re.DOTALL)
 
 
 def openings(heldout: Iterable[Prompt]) -> set[int]:

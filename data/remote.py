@@ -20,7 +20,7 @@ from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.conversations import Conversation
-from draftsmith.data.replies import BadReplyError, Reply, read_reply
+from draftsmith.data.replies import BadReplyError, EmptyReplyError, Reply, read_reply
 from draftsmith.data.servers import Pool, Server, ServerRefusalError
 from draftsmith.data.threads import Thread, seed_of
 
@@ -33,22 +33,36 @@ HOPELESS = 16
 
 
 class Unanswered(Counter[str]):
-    """Conversations without an answer, by reason; an `ended early` one was kept up to the turn that failed."""
+    """Conversations without an answer, by reason, which asking again may answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: dict[str, str] = {}
+        """Prompt id -> why no server will ever answer it, in the server's words; these are not counted."""
 
 
 def answer_remotely(
-    config: RunConfig, chat: ChatFormat, target: Target, mark: str, threads: Iterator[Thread], deliver: Deliver
+    config: RunConfig,
+    chat: ChatFormat,
+    target: Target,
+    mark: str,
+    threads: Iterator[Thread],
+    deliver: Deliver,
+    *,
+    begun: bool,
 ) -> Unanswered:
     """Answer conversations on `synthesize.servers`; `deliver` gets the finished ones, in no fixed order.
 
+    `begun`: earlier runs were answered, so that prompts which are refused now may be the only ones left.
+
     Returns:
-        Reasons of the conversations that stay unanswered; asking again may answer them.
+        Reasons of the conversations that stay unanswered, and prompts that a server refuses for good.
 
     Raises:
         DraftsmithError: no server can be reached for `synthesize.patience` seconds, none accepts the key or knows the
             model, or nothing at all can be answered.
     """
-    return asyncio.run(_Run(config, chat, target, mark, threads, deliver).everything())
+    return asyncio.run(_Run(config, chat, target, mark, threads, deliver, begun).everything())
 
 
 class _Run:
@@ -60,8 +74,11 @@ class _Run:
         mark: str,
         threads: Iterator[Thread],
         deliver: Deliver,
+        begun: bool,
     ) -> None:
+        self._begun = begun
         self._config, self._chat, self._mark = config, chat, mark
+        self._vocab_size = target.vocab_size
         self._context, self._threads, self._deliver = target.context_length, threads, deliver
         self._unanswered = Unanswered()
         self._finished: asyncio.Queue[list[Conversation] | None] = asyncio.Queue()
@@ -103,13 +120,16 @@ class _Run:
             if parts:
                 self._successes += 1
                 self._finished.put_nowait(parts)
-            elif not self._successes and self._unanswered.total() >= HOPELESS:
+            elif not self._successes and self._failures() >= HOPELESS:
                 raise DraftsmithError(
                     "the servers answer nothing that can be used",
                     where=", ".join(self._config.synthesize.servers),
-                    found=dict(self._unanswered),
+                    found=dict(self._unanswered + Counter(self._unanswered.refused.values())),
                     mend="look at the servers' logs; synthesize.token_ids=false for a server that refuses the field",
                 )
+
+    def _failures(self) -> int:
+        return self._unanswered.total() + (0 if self._begun else len(self._unanswered.refused))
 
     async def _answer(self, thread: Thread) -> list[Conversation]:
         """Every turn of one conversation; nothing if a turn could not be answered."""
@@ -119,7 +139,10 @@ class _Run:
                 break
             try:
                 reply = await self._ask(thread, turn)
-            except (ServerRefusalError, BadReplyError) as reason:
+            except (ServerRefusalError, EmptyReplyError) as reason:
+                self._unanswered.refused[thread.prompt.id] = str(reason)
+                return []
+            except BadReplyError as reason:
                 self._unanswered[str(reason)] += 1
                 return []
             thread.take(reply.ids, reply.logprob, reply.finish, self._chat)
@@ -133,10 +156,26 @@ class _Run:
             server = await self._pool.take()
             try:
                 answer = await self._pool.call(server, self._request(server, thread, turn))
-                return read_reply(answer, thread.parts[-1].seen, self._chat, chat_endpoint=section.endpoint == "chat")
             except BadReplyError as error:
                 fault = error
+                continue
+            try:
+                return self._read(answer, thread)
+            except BadReplyError as error:
+                fault = type(error)(f"{error} (from {server.url})")
+                if isinstance(error, EmptyReplyError) and attempt:
+                    break  # under the same seed it stays empty
         raise fault
+
+    def _limit(self, thread: Thread) -> int:
+        """max_tokens of the turn asked last."""
+        return min(self._config.synthesize.max_new_tokens, self._context - len(thread.ids))
+
+    def _read(self, answer: Any, thread: Thread) -> Reply:
+        return read_reply(
+            answer, thread.parts[-1].seen, self._chat, limit=self._limit(thread),
+            vocab_size=self._vocab_size, chat_endpoint=self._config.synthesize.endpoint == "chat",
+        )  # fmt: skip
 
     def _request(self, server: Server, thread: Thread, turn: int) -> Any:
         section = self._config.synthesize
@@ -145,7 +184,7 @@ class _Run:
             extra = {"return_token_ids": True, "stop_token_ids": list(self._chat.stop_ids)}
         arguments: dict[str, Any] = {
             "model": self._model,
-            "max_tokens": min(section.max_new_tokens, self._context - len(thread.ids)),
+            "max_tokens": self._limit(thread),
             "temperature": section.temperature,
             "top_p": section.top_p,
             "seed": seed_of(section.seed, thread.prompt.id, turn) & 0x7FFFFFFF,

@@ -40,6 +40,10 @@ class ServerRefusalError(Exception):
     """A server says that this request can never be answered."""
 
 
+class NoModelError(ValueError):
+    """A server's list of models holds none."""
+
+
 class Server:
     """One base URL and how it has been doing."""
 
@@ -69,6 +73,7 @@ class Pool:
         self._patience = patience
         self._heard = time.monotonic()
         self._turn = 0
+        self._last = "none was asked"
         self._jitter = random.Random()
 
     async def close(self) -> None:
@@ -77,14 +82,30 @@ class Pool:
             await server.client.close()
 
     async def first_model(self) -> str:
-        """The name of the first model that a server lists."""
+        """The name of the first model that a server lists; a server that lists none has failed.
+
+        Raises:
+            DraftsmithError: as `take`, or a server refuses to list its models.
+        """
         while True:
             server = await self.take()
+
+            async def ask(server: Server = server) -> str:
+                try:
+                    models = await server.client.models.list()
+                    return str(models.data[0].id)
+                except (AttributeError, LookupError, TypeError):
+                    raise NoModelError from None
+
             try:
-                models = await self.call(server, server.client.models.list)
-                return str(models.data[0].id)
-            except (BadReplyError, ServerRefusalError, AttributeError, IndexError, TypeError):
+                return str(await self.call(server, ask))
+            except BadReplyError:
                 continue
+            except ServerRefusalError as reason:
+                raise DraftsmithError(
+                    "the server does not list its models", where=server.url, found=reason,
+                    mend="set synthesize.model to the name that it has for the target",
+                ) from None  # fmt: skip
 
     async def take(self) -> Server:
         """The next server that is not set aside, the least busy first; waits while there is none.
@@ -104,7 +125,7 @@ class Pool:
                 raise DraftsmithError(
                     "no server can be reached; what was finished is kept",
                     where=", ".join(server.url for server in self._servers),
-                    found=f"nothing for {now - self._heard:,.0f} s (synthesize.patience)",
+                    found=f"nothing for {now - self._heard:,.0f} s (synthesize.patience); {self._last}",
                     mend="start the servers, then run the same command again",
                 )
             await asyncio.sleep(POLL)
@@ -128,7 +149,12 @@ class Pool:
             self._set_aside(server, "timed out" if isinstance(error, openai.APITimeoutError) else "cannot be reached")
             raise BadReplyError(f"without a connection ({type(error).__name__})") from None
         except (openai.APIError, ValueError) as error:
-            self._set_aside(server, "sent a broken answer")
+            self._set_aside(
+                server,
+                "lists no model (synthesize.model names one)"
+                if isinstance(error, NoModelError)
+                else "sent a broken answer",
+            )
             raise BadReplyError(f"with a broken answer ({type(error).__name__})") from None
         finally:
             server.in_flight -= 1
@@ -159,6 +185,7 @@ class Pool:
 
     def _set_aside(self, server: Server, reason: str, wait: float = 0.0) -> None:
         server.failures += 1
+        self._last = f"the last, {server.url}, {reason}"
         if server.failures == 3:
             warn(f"{server.url} {reason} again and again: set aside, tried again later")
         pause = min(LONGEST_ASIDE, FIRST_ASIDE * 2 ** min(server.failures - 1, 10))

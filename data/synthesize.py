@@ -13,7 +13,7 @@ import itertools
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from draftsmith.data.chat import ChatFormat, TemplateRefusalError
 from draftsmith.data.conversations import Conversation, ConversationFile, ConversationLog, read_conversations
 from draftsmith.data.prompt_rows import Prompt
 from draftsmith.data.prompt_sets import Entry, select_prompts
+from draftsmith.data.recorded import Tally, lay_aside, missing_from
 from draftsmith.data.rejects import Rejects
 from draftsmith.data.remote import answer_remotely, say_servers
 from draftsmith.data.target_model import chat_format, split_dtype, target_mark
@@ -69,16 +70,19 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
             "template": chat.template_hash,
             **config.synthesize.model_dump(mode="json", exclude=FREE),
         }
-        _refuse_other_settings(path, summary_path, settings)
+        _refuse_other_settings(path, summary_path, dropped_file(config, split), settings)
         if path.is_file():
-            summary = read_json(summary_path, what="the summary of the conversations")
+            summary, lost = read_json(summary_path, what="the summary of the conversations"), ""
             if (
                 summary.get("complete")
                 and summary.get("prompts") == digest
                 and summary.get("cut_is", "keep") == config.synthesize.cut
+                and not (lost := missing_from(path, summary))
             ):
                 closing(f"nothing: {path} is complete already ({summary['conversations']:,} conversations)")
                 return path
+            if lost:
+                warn(f"{path} is not what its summary counted ({lost}): what is missing is asked again")
         longest = min(config.synthesize.max_prompt_tokens, target.context_length - 1)
         total = sum(1 for _ in usable.write(_fitting(chosen, chat, longest, rejects)))
         if not total:
@@ -89,14 +93,13 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
         write_json(summary_path, {"settings": settings, "prompts": digest, "complete": False})
         rejects.write(rejects_file(config, split))
         with ConversationLog(path) as log:
-            work.answer_rest(log)
-            log.rewrite(prompt.id for prompt in work.prompts() if not work.is_dropped(log, prompt.id))
-        facts = work.facts(rejects)
-        if not facts["conversations"]:
-            raise DraftsmithError(
-                "every conversation has a turn that was cut, and synthesize.cut=drop leaves none", where=path,
-                mend="raise synthesize.max_new_tokens",
-            )  # fmt: skip
+            refused = work.answer_rest(log)
+            _reject(refused, work, rejects, rejects_file(config, split))
+            work.refuse_empty(log, path, refused)
+            kept = [one.id for one in work.prompts() if one.id not in refused and not work.is_dropped(log, one.id)]
+            fallen = lay_aside(log, kept, dropped_file(config, split))
+            log.rewrite(kept)
+        facts = work.facts(rejects, len(refused))
     write_json(
         summary_path,
         {
@@ -104,6 +107,12 @@ def synthesize(config: RunConfig, split: Split, *, batch_size: int | None = None
             "tool_version": __version__,
         },
     )  # fmt: skip
+    if fallen:
+        aside = dropped_file(config, split)
+        warn(
+            f"{fallen:,} conversations that were there fall out under these settings and prompts; they lie in {aside}. "
+            f"To have them back: cat {aside} >> {path}, then synthesize with settings that want them"
+        )
     _say(config, split, facts, rejects)
     return path
 
@@ -122,17 +131,19 @@ def finished_conversations(
         each: called with every conversation as it is checked, so that one reading of the file is enough.
 
     Raises:
-        DraftsmithError: missing or unfinished file, or another target.
+        DraftsmithError: missing, unfinished or shortened file, or another target.
     """
     path, summary_path = config.conversations(split), summary_file(config, split)
     mend = "draftsmith synthesize CONFIG"
     if not path.is_file():
         raise DraftsmithError(f"the {split} conversations are missing", where=path, mend=mend)
-    if summary_path.is_file() and not read_json(summary_path, what="the summary").get("complete"):
+    summary = read_json(summary_path, what="the summary") if summary_path.is_file() else None
+    if summary is not None and not summary.get("complete"):
         raise DraftsmithError(f"the {split} conversations are unfinished", where=path, mend=mend)
-    mark = target_mark(read_target(config.target.path))
+    mark, counts = target_mark(read_target(config.target.path)), Tally()
 
     def check(conversation: Conversation) -> None:
+        counts.add(conversation)
         if conversation.target != mark:
             raise DraftsmithError(
                 f"conversation {conversation.id} was written by another target",
@@ -145,6 +156,14 @@ def finished_conversations(
             each(conversation)
 
     conversations = ConversationFile(path, check)
+    if summary is not None and (lost := counts.differences(summary)):
+        raise DraftsmithError(
+            f"the {split} conversations are not those that were finished",
+            where=path,
+            found=lost,
+            expected=f"what {summary_path.name} counted",
+            mend=f"{mend} (asks what is missing again)",
+        )
     if not len(conversations):
         raise DraftsmithError(f"the {split} conversations are empty", where=path, mend=f"rm {path}; {mend}")
     return conversations
@@ -153,6 +172,11 @@ def finished_conversations(
 def rejects_file(config: RunConfig, split: Split) -> Path:
     """Rows that were left out, with line number and reason."""
     return config.conversations(split).with_suffix(".rejects.jsonl")
+
+
+def dropped_file(config: RunConfig, split: Split) -> Path:
+    """Conversations that were answered and that settings or prompts no longer want; no run deletes answers."""
+    return config.conversations(split).with_suffix(".dropped.jsonl")
 
 
 def digest_of(entries: Iterable[Entry]) -> tuple[str, int, int]:
@@ -229,15 +253,18 @@ class _Work:
         """Every usable prompt in order."""
         return (entry.prompt for entry in self.usable)
 
-    def answer_rest(self, log: ConversationLog) -> None:
+    def answer_rest(self, log: ConversationLog) -> dict[str, str]:
         """Answer what is not recorded yet.
+
+        Returns:
+            Prompts that a server refuses for good, and why.
 
         Raises:
             DraftsmithError: servers left some prompts unanswered; the rest is recorded.
         """
         left = sum(prompt.id not in log.recorded for prompt in self.prompts())
         if not left:
-            return
+            return {}
         remote = self.config.synthesize.backend == "openai"
         with meter("synthesize", self.total, "conversations", done=self.total - left) as progress:
             pace = _Pace(log, progress)
@@ -248,47 +275,65 @@ class _Work:
                 )
                 for finished in answers(self.config, self.dtype, self._batches(log)):
                     pace.deliver(finished)
-                return
+                return {}
             say_servers(self.config, left, self.total, self.split)
             rest = (self._open(prompt) for prompt in self.prompts() if prompt.id not in log.recorded)
             unanswered = answer_remotely(
-                self.config, self.chat, self.target, target_mark(self.target), rest, pace.deliver
+                self.config,
+                self.chat,
+                self.target,
+                target_mark(self.target),
+                rest,
+                pace.deliver,
+                begun=bool(log.recorded),
             )
         if unanswered:
             raise DraftsmithError(
                 f"{unanswered.total():,} of {left:,} prompts stayed unanswered; the others are kept",
                 where=", ".join(self.config.synthesize.servers),
-                found="; ".join(f"{count:,} {reason}" for reason, count in unanswered.most_common(5)),
+                found="; ".join(f"{count:,} {reason}" for reason, count in unanswered.most_common(5))
+                + "".join(f"; {prompt} {reason}" for prompt, reason in list(unanswered.refused.items())[:3]),
                 mend="run the same command again: it asks only these",
             )
+        return unanswered.refused
 
     def is_dropped(self, log: ConversationLog, prompt: str) -> bool:
         """Whether `synthesize.cut` leaves the conversation out."""
         return self.config.synthesize.cut == "drop" and any("length" in part.finish for part in log.read(prompt))
 
-    def facts(self, rejects: Rejects) -> dict[str, Any]:
+    def refuse_empty(self, log: ConversationLog, path: Path, refused: Collection[str] = ()) -> None:
+        """Stop where everything is answered and nothing of it would be left in the file.
+
+        Raises:
+            DraftsmithError: `synthesize.cut` leaves every conversation out.
+        """
+        asked = (prompt.id for prompt in self.prompts() if prompt.id not in refused)
+        if all(prompt in log.recorded and self.is_dropped(log, prompt) for prompt in asked):
+            raise DraftsmithError(
+                "every conversation has a turn that was cut, and synthesize.cut=drop leaves none; the file stays as it is",
+                where=path,
+                mend="synthesize.cut=keep, or a larger synthesize.max_new_tokens and another name",
+            )
+
+    def facts(self, rejects: Rejects, refused: int) -> dict[str, Any]:
         """Counts of the finished file, for the summary."""
-        counts: Counter[str] = Counter()
+        tally = Tally()
         finish: Counter[str] = Counter()
         logprob, known = 0.0, 0
-        asked: set[str] = set()
         for one in read_conversations(self.config.conversations(self.split)):
-            asked.add(one.prompt_id)
+            tally.add(one)
             finish.update(one.finish)
-            counts.update(
-                sequences=1, turns=len(one.spans), tokens=len(one.input_ids), generated_tokens=one.generated_tokens
-            )
             if one.mean_logprob is not None:
                 logprob += one.mean_logprob * one.generated_tokens
                 known += one.generated_tokens
-        kept = [prompt for prompt in self.prompts() if prompt.id in asked]
+        counts = tally.counts()
+        kept = [prompt for prompt in self.prompts() if prompt.id in tally.prompts]
         return {
-            "conversations": len(asked),
-            **{name: counts[name] for name in ("sequences", "turns", "tokens", "generated_tokens")},
+            **counts,
             "mean_logprob": logprob / known if known else None,
             "finish": dict(finish),
             "cut": finish["length"],
-            "dropped": self.total - len(asked),
+            "dropped": self.total - refused - len(tally.prompts),
             "turns_not_asked": sum(len(prompt.turns) for prompt in kept) - counts["turns"],
             "rejected": rejects.counts(),
         }
@@ -338,18 +383,45 @@ def _say(config: RunConfig, split: Split, facts: dict[str, Any], rejects: Reject
 
 
 def _check_recorded(path: Path, work: _Work) -> None:
-    """What is recorded must have been asked what the prompt of its id asks today."""
+    """What is recorded must have been asked what the prompt of its id asks today, and some of it must stay."""
     if not path.is_file():
         return
     with ConversationLog(path) as log:
         for prompt in work.prompts():
             if prompt.id in log.recorded:
                 _refuse_other_prompt(log.read(prompt.id)[0], prompt, work.chat, path)
+        work.refuse_empty(log, path)
 
 
-def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, Any]) -> None:
+def _reject(refused: Mapping[str, str], work: _Work, rejects: Rejects, file: Path) -> None:
+    """List the prompts that a server refuses.
+
+    Raises:
+        DraftsmithError: they are all prompts, or with the bad rows too many.
+    """
+    if not refused:
+        return
+    if len(refused) == work.total:
+        raise DraftsmithError(
+            "the servers refuse every prompt",
+            where=", ".join(work.config.synthesize.servers),
+            found=dict(Counter(refused.values()).most_common(3)),
+            mend="look at the servers' logs; synthesize.token_ids=false for a server that refuses the field",
+        )
+    lines: set[int] = set()
+    for entry in work.usable:
+        if entry.prompt.id in refused:
+            again = entry.line in lines  # of a row that is asked several times the first copy is the fault
+            rejects.add(entry.line, refused[entry.prompt.id], entry.prompt.id, repeated=again)
+            lines.add(entry.line)
+    rejects.refuse_too_many(work.config.prompts.max_rejected, file)
+    rejects.write(file)
+
+
+def _refuse_other_settings(path: Path, summary_path: Path, aside: Path, settings: dict[str, Any]) -> None:
     if not path.is_file():
         return
+    files = " ".join(str(file) for file in (path, summary_path, aside) if file.is_file())
     found = read_json(
         summary_path, what="the summary of the conversations", mend=f"rm {path}, or put its summary back"
     ).get("settings")
@@ -363,7 +435,7 @@ def _refuse_other_settings(path: Path, summary_path: Path, settings: dict[str, A
                 where=path,
                 found=then,
                 expected=value,
-                mend=f"give the run another name, or: rm {path} {summary_path}",
+                mend=f"give the run another name, or: rm {files}",
             )
 
 

@@ -11,6 +11,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,6 +24,11 @@ def reply_ids(prompt: list[int], seed: int, limit: int) -> tuple[list[int], str]
     digest = hashlib.sha256(json.dumps([prompt, seed]).encode()).digest()
     ids = [40 + byte % 50 for byte in digest[: 3 + digest[0] % 12]]
     return ([*ids, STOP], "stop") if len(ids) < limit else (ids[:limit], "length")
+
+
+def text_of(ids: list[int]) -> str:
+    """What such ids stand for in the tiny target's vocabulary, whose first token after three special ones is `!`."""
+    return "".join(chr(one + 30) for one in ids if one != STOP)
 
 
 class FaultyServer(ThreadingHTTPServer):
@@ -49,6 +55,12 @@ class FaultyServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.headers_seen: list[str | None] = []
         self.token_ids = True
+        self.change: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
+        """Changes every choice before it is sent; also gets the request."""
+        self.refuses: Callable[[dict[str, Any]], bool] | None = None
+        """Which requests are answered with HTTP 400."""
+        self.models = json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        self.models_asked = 0
 
     @property
     def url(self) -> str:
@@ -86,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]}).encode())
+        self.server.models_asked += 1
+        self._send(200, self.server.models.encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -108,15 +121,20 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("429", "500", "503"):
             self._send(int(fault), b'{"error": {"message": "busy"}}')
             return
+        if self.server.refuses is not None and self.server.refuses(body):
+            self._send(400, b'{"error": {"message": "such prompts are not for me"}}')
+            return
         ids, finish = reply_ids(body["prompt"], body["seed"], body["max_tokens"])
         choice: dict[str, Any] = {
-            "index": 0, "finish_reason": finish, "text": "".join(chr(one) for one in ids if one != STOP),
+            "index": 0, "finish_reason": finish, "text": text_of(ids),
             "logprobs": {"token_logprobs": [-0.5] * len(ids), "tokens": [], "text_offset": [], "top_logprobs": None},
         }  # fmt: skip
         if self.server.token_ids:
             choice |= {"token_ids": ids, "prompt_token_ids": body["prompt"]}
         if fault == "other prompt":
             choice["prompt_token_ids"] = [1, *body["prompt"]]
+        if self.server.change is not None:
+            self.server.change(choice, body)
         choices = {"duplicate": [choice, choice], "empty": []}.get(fault or "", [choice])
         text = json.dumps({"id": "x", "object": "text_completion", "created": 0, "model": "tiny", "choices": choices})
         if fault == "truncated":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftsmith.configs.errors import DraftsmithError
+from draftsmith.configs.schema import RunConfig
 from draftsmith.data.prompt_maker import is_reserved, load_tasks, make_prompts
 from draftsmith.data.prompt_rows import Prompt, normalise
-from draftsmith.data.prompt_sets import load_prompts, openings, overlaps
+from draftsmith.data.prompt_sets import load_prompts, openings, overlaps, select_prompts
 
 
 def write(path: Path, rows: list[object]) -> str:
@@ -141,3 +143,41 @@ def test_overlap_is_found_whatever_case_and_punctuation() -> None:
     ]
     held = openings([Prompt(id="h", turns=("what s up",))])
     assert [prompt.id for prompt in train if overlaps(prompt, held)] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "answers", "split", "fault"),
+    [
+        ({"id": "x", "prompt": "a"}, {"id": "x~2", "prompt": "b"}, 3, "train", True),
+        ({"id": "x~3", "prompt": "a"}, {"id": "x", "prompt": "b"}, 3, "train", True),
+        ({"id": "x~4", "prompt": "a"}, {"id": "x", "prompt": "b"}, 3, "train", False),
+        ({"id": "x~2", "prompt": "a"}, {"id": "x", "prompt": "b"}, 1, "train", False),
+        ({"id": "x~02", "prompt": "a"}, {"id": "x", "prompt": "b"}, 3, "train", False),
+        ({"id": "x~2", "prompt": "a"}, {"id": "x~3", "prompt": "b"}, 3, "train", False),
+        ({"id": "q", "turns": ["a", "b"]}, {"id": "q#2", "prompt": "c"}, 1, "train", True),
+        ({"id": "q", "turns": ["a", "b"]}, {"id": "q#3", "prompt": "c"}, 1, "train", False),
+        ({"id": "q", "prompt": "a"}, {"id": "q#2", "prompt": "c"}, 1, "train", False),
+        ({"id": "q", "turns": ["a", "b"]}, {"id": "q#2", "prompt": "c"}, 2, "heldout", True),
+        ({"id": "q", "prompt": "a"}, {"id": "q~2", "prompt": "c"}, 2, "heldout", False),
+        ({"id": "q", "turns": ["a", "b"]}, {"id": "q~2#2", "prompt": "c"}, 2, "train", True),
+        ({"id": "q~2", "turns": ["a", "b"]}, {"id": "q~2#2", "prompt": "c"}, 1, "train", True),
+    ],
+)
+def test_an_id_that_another_rows_further_answer_or_part_gets_is_refused_before_work(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], answers: int, split: Any, fault: bool
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (first, second)))
+    config = RunConfig.model_validate(
+        {
+            "name": "n", "target": {"path": "t"}, "prompts": {"train": str(file), "heldout": str(file)},
+            "synthesize": {"answers": answers, "temperature": 1.0},
+        }
+    )  # fmt: skip
+    if split == "train":
+        config = config.model_copy(update={"prompts": config.prompts.model_copy(update={"heldout": "builtin:heldout"})})
+    if not fault:
+        assert len(list(select_prompts(config, split))) == (2 * answers if split == "train" else 2)
+        return
+    with pytest.raises(DraftsmithError, match=r"same id(.|\n)*row [12] (.|\n)*row [12],"):
+        list(select_prompts(config, split))

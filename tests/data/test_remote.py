@@ -157,10 +157,81 @@ def test_servers_that_never_answer_stop_the_run_and_keep_what_is_there(serve: An
     assert len(list(read_conversations(synthesize(remote([server]), "train")))) == 40
 
 
+@pytest.mark.parametrize("models", ['{"object": "list", "data": []}', "<html>sign in</html>", "{}", "[]"])
+def test_a_server_that_lists_no_model_is_asked_ever_more_rarely_and_not_for_ever(
+    serve: Any, remote: Any, models: str
+) -> None:
+    server = serve()
+    server.models = models
+    config = remote([server], rows=2, synthesize__patience=2.0)
+    with pytest.raises(DraftsmithError, match=r"no server can be reached(.|\n)*(lists no model|broken answer)"):
+        synthesize(config, "train")
+    assert 2 <= server.models_asked <= 8
+
+
 def test_a_server_that_sees_another_prompt_stops_by_name(serve: Any, remote: Any) -> None:
     config = remote([serve(faults=("other prompt",), share=1.0)], synthesize__retries=0)
     with pytest.raises(DraftsmithError, match=r"answer nothing(.|\n)*saw another prompt"):
         synthesize(config, "train")
+
+
+def _text(text: str) -> Callable[..., None]:
+    """A server that gives this text and no ids."""
+
+    def change(choice: dict[str, Any], body: dict[str, Any]) -> None:
+        del choice["token_ids"]
+        choice["text"], choice["finish_reason"] = text, "stop"
+
+    return change
+
+
+LIES: dict[str, tuple[Callable[..., None], str]] = {
+    "an id outside": (lambda choice, body: choice.update(token_ids=[512, 2]), "outside the target's vocabulary of 512"),
+    "a huge id": (lambda choice, body: choice.update(token_ids=[10**25]), "outside the target's vocabulary"),
+    "too many": (
+        lambda choice, body: choice.update(token_ids=[50] * 500, text="P" * 500, finish_reason="length"),
+        "more tokens than max_tokens",
+    ),
+    "another text": (lambda choice, body: choice.update(text="Good day!"), "not those of its text"),
+    "a surrogate": (lambda choice, body: choice.update(text="\ud800"), "not those of its text"),
+    "a surrogate alone": (_text("so \ud800"), "no valid Unicode"),
+    "a long text": (_text("word " * 500), "far more text"),
+    "a number for the prompt": (lambda choice, body: choice.update(prompt_token_ids=7), "saw another prompt"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_that_contradicts_itself_is_refused_by_name(serve: Any, remote: Any, lie: str) -> None:
+    server = serve()
+    server.change, reason = LIES[lie]
+    config = remote([server], rows=3, synthesize__retries=1, synthesize__concurrency=1)
+    with pytest.raises(DraftsmithError, match=rf"stayed unanswered(.|\n)*{reason}(.|\n)*{server.url}"):
+        synthesize(config, "train")
+    assert not config.conversations("train").read_bytes()
+    server.change = None
+    assert len(list(read_conversations(synthesize(config, "train")))) == 3
+
+
+TRUTHS: dict[str, tuple[list[int], str, str]] = {
+    "the end left in the text": ([40, 41, 2], "FG<|im_end|>", "stop"),
+    "the end kept back": ([40, 41], "FG", "stop"),
+    "special tokens left out": ([40, 0, 41, 2], "FG", "stop"),
+    "special tokens left in": ([40, 0, 41, 2], "F<|endoftext|>G", "stop"),
+    "half a character": ([40, 130, 2], "F", "stop"),
+    "half a character shown": ([40, 130, 2], "F\ufffd", "stop"),
+    "spaces": ([40, 223, 41, 2], "F G", "stop"),
+    "no text": ([40, 41, 2], "", "stop"),
+    "nothing but the end": ([2], "", "stop"),
+}
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_ids_whose_text_a_server_shows_in_its_own_way_are_kept(serve: Any, remote: Any, truth: str) -> None:
+    server = serve()
+    ids, text, finish = TRUTHS[truth]
+    server.change = lambda choice, body: choice.update(token_ids=ids, text=text, finish_reason=finish)
+    for one in read_conversations(synthesize(remote([server], rows=2, synthesize__retries=0), "train")):
+        assert all(list(one.input_ids[start:end]) == [*ids[: len(ids) - (ids[-1] == 2)], 2] for start, end in one.spans)
 
 
 def test_prompts_that_stay_unanswered_are_asked_by_the_next_run_alone(serve: Any, remote: Any) -> None:
@@ -197,7 +268,7 @@ def test_without_token_ids_the_text_gives_them(serve: Any, remote: Any) -> None:
             body = next(body for body in server.requests if body["prompt"] == list(one.input_ids[:start]))
             assert "return_token_ids" not in body
             ids, _ = faulty_server.reply_ids(body["prompt"], body["seed"], 24)
-            assert chat.written(one.input_ids[start:end]) == "".join(chr(one_id) for one_id in ids if one_id != 2)
+            assert chat.written(one.input_ids[start:end]) == faulty_server.text_of(ids)
             assert (one.input_ids[end - 1] == 2) == (finish == "stop")
 
 
@@ -215,6 +286,56 @@ def test_cut_turns_are_counted_and_their_end_of_turn_is_never_generated(serve: A
         read_conversations(synthesize(remote([server], synthesize__max_new_tokens=6, synthesize__cut="drop"), "train"))
     )
     assert [one.id for one in dropped] == [one.id for one in conversations if "length" not in one.finish]
+
+
+def test_prompts_that_a_server_refuses_are_listed_and_the_run_completes_without_them(
+    serve: Any, remote: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unbroken = list(read_conversations(synthesize(remote([serve()], rows=20, name="unbroken"), "train")))
+    server = serve()
+    other = unbroken[7]
+    server.refuses = lambda body: body["prompt"] == list(other.input_ids[: other.spans[0][0]])
+    config = remote([server], rows=20)
+    done = list(read_conversations(synthesize(config, "train")))
+    assert done == [one for one in unbroken if one is not other]
+    listed = [json.loads(line) for line in rejects_file(config, "train").read_text().splitlines()]
+    assert [(row["id"], row["line"]) for row in listed] == [("p7", 8)]
+    assert "HTTP 400" in listed[0]["reason"] and "not for me" in listed[0]["reason"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 of 20 rows" in said and "HTTP 400" in said and "cut turn" not in said
+    summary = json.loads(summary_file(config, "train").read_text())
+    assert summary["complete"] and summary["dropped"] == 0 and sum(summary["rejected"].values()) == 1
+    asked = len(server.requests)
+    synthesize(config, "train")
+    assert len(server.requests) == asked, "complete already"
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_servers_that_refuse_every_prompt_stop_the_run(serve: Any, remote: Any, rows: int) -> None:
+    server = serve()
+    server.refuses = lambda body: True
+    config = remote([server], rows=rows)
+    with pytest.raises(DraftsmithError, match=r"(refuse every prompt|answer nothing)(.|\n)*not for me"):
+        synthesize(config, "train")
+    assert not json.loads(summary_file(config, "train").read_text())["complete"]
+    server.refuses = lambda body: body["seed"] % 2 == 0
+    with pytest.raises(DraftsmithError, match="of the prompts are unusable"):
+        synthesize(remote([server], rows=40, prompts__max_rejected=0.1), "train")
+
+
+def test_an_answer_of_no_token_is_a_refused_prompt_unless_its_ids_end_the_turn(serve: Any, remote: Any) -> None:
+    server = serve()
+
+    def empty(choice: dict[str, Any], body: dict[str, Any]) -> None:
+        if body["seed"] % 8 == 0:
+            choice.update(token_ids=[], text="", finish_reason="stop")
+
+    server.change = empty
+    config = remote([server])
+    done = {one.id for one in read_conversations(synthesize(config, "train"))}
+    listed = [json.loads(line) for line in rejects_file(config, "train").read_text().splitlines()]
+    assert listed and all("an empty answer" in row["reason"] and server.url in row["reason"] for row in listed)
+    assert done | {row["id"] for row in listed} == {f"p{n}" for n in range(40)} and len(done) + len(listed) == 40
 
 
 def test_rejects_are_listed_with_line_and_reason_and_too_many_stop(serve: Any, remote: Any, tmp_path: Path) -> None:

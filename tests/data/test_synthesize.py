@@ -22,7 +22,7 @@ from draftsmith.data.decode import Sampler
 from draftsmith.data.harvest import harvest
 from draftsmith.data.store import read_manifest
 from draftsmith.data.summary import planned_conversations
-from draftsmith.data.synthesize import finished_conversations, summary_file, synthesize
+from draftsmith.data.synthesize import dropped_file, finished_conversations, summary_file, synthesize
 from tests.tiny_target import make_tiny_target
 
 KILLED = """
@@ -149,6 +149,56 @@ def test_a_second_run_writes_nothing_and_says_so(
     assert synthesize(config, "train") == path
     assert (path.stat().st_mtime_ns, summary_file(config, "train").stat().st_mtime_ns) == before
     assert "complete already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", ["half", "torn", "nothing"])
+def test_a_shortened_file_is_refused_and_the_missing_conversations_are_asked_again(
+    make_config: Callable[..., RunConfig], left: str
+) -> None:
+    config = make_config()
+    path = synthesize(config, "train")
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes({"half": b"".join(lines[:4]), "torn": whole[:-9], "nothing": b""}[left])
+    with pytest.raises(DraftsmithError, match=r"not those that were finished(.|\n)*mend: draftsmith synthesize"):
+        finished_conversations(config, "train")
+    assert synthesize(config, "train").read_bytes() == whole
+    assert len(finished_conversations(config, "train")) == 8
+
+
+def test_answers_that_fall_out_lie_beside_and_can_be_put_back(
+    make_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = synthesize(make_config(), "train")
+    whole, aside = path.read_bytes(), dropped_file(make_config(), "train")
+    assert not aside.exists()
+    synthesize(make_config(prompts__train_limit=3), "train")
+    assert "5 conversations that were there fall out" in " ".join(capsys.readouterr().err.split())
+    synthesize(make_config(prompts__train_limit=2), "train")
+    assert len(path.read_bytes().splitlines()) == 2 and len(aside.read_bytes().splitlines()) == 6
+    both = path.read_bytes() + aside.read_bytes()
+    assert sorted(both.splitlines()) == sorted(whole.splitlines())
+    path.write_bytes(both)
+    monkeypatch.setattr("draftsmith.data.answering.load_target", lambda *_: pytest.fail("asked again"))
+    assert synthesize(make_config(), "train").read_bytes() == whole
+    assert not aside.exists()
+
+
+def test_cut_answers_lie_beside_and_a_run_that_would_drop_all_touches_nothing(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    path = synthesize(make_config(synthesize__max_new_tokens=2, prompts__train_limit=3), "train")
+    files = {file: file.read_bytes() for file in path.parent.iterdir()}
+    assert all("length" in one.finish for one in read_conversations(path)), "the case must hold cut turns alone"
+    changes = {"synthesize__max_new_tokens": 2, "synthesize__cut": "drop"}
+    with pytest.raises(DraftsmithError, match="leaves none"):
+        synthesize(make_config(prompts__train_limit=3, **changes), "train")
+    assert {file: file.read_bytes() for file in path.parent.iterdir()} == files
+    config = make_config(name="some")
+    some = synthesize(config, "train").read_bytes()
+    left = synthesize(make_config(name="some", synthesize__cut="drop"), "train").read_bytes()
+    beside = dropped_file(config, "train").read_bytes()
+    assert left and beside and sorted((left + beside).splitlines()) == sorted(some.splitlines())
 
 
 def test_more_prompts_are_added_to_what_is_there(make_config: Callable[..., RunConfig]) -> None:
