@@ -52,6 +52,8 @@ class Server:
         self.in_flight = 0
         self.failures = 0
         self.aside_until = 0.0
+        self.failed_at = -1.0
+        """When the last failure was counted."""
 
 
 class Pool:
@@ -141,12 +143,14 @@ class Pool:
         import openai
 
         server.in_flight += 1
+        begun = time.monotonic()
         try:
             answer = await request()
         except openai.APIStatusError as error:
-            raise self._sort(server, error) from None
+            raise self._sort(server, error, begun) from None
         except _broken_connections() as error:
-            self._set_aside(server, "timed out" if isinstance(error, openai.APITimeoutError) else "cannot be reached")
+            timed_out = isinstance(error, openai.APITimeoutError)
+            self._set_aside(server, "timed out" if timed_out else "cannot be reached", begun)
             raise BadReplyError(f"without a connection ({type(error).__name__})") from None
         except (openai.APIError, ValueError) as error:
             self._set_aside(
@@ -154,6 +158,7 @@ class Pool:
                 "lists no model (synthesize.model names one)"
                 if isinstance(error, NoModelError)
                 else "sent a broken answer",
+                begun,
             )
             raise BadReplyError(f"with a broken answer ({type(error).__name__})") from None
         finally:
@@ -161,7 +166,7 @@ class Pool:
         server.failures, self._heard = 0, time.monotonic()
         return answer
 
-    def _sort(self, server: Server, error: Any) -> Exception:
+    def _sort(self, server: Server, error: Any, begun: float) -> Exception:
         code = error.status_code
         if code in (401, 403):
             return DraftsmithError(
@@ -180,13 +185,18 @@ class Pool:
             wait = min(LONGEST_ASIDE, float(error.response.headers.get("retry-after", 0)))
         except ValueError:
             wait = 0.0
-        self._set_aside(server, f"answers HTTP {code}", wait)
+        self._set_aside(server, f"answers HTTP {code}", begun, wait)
         return BadReplyError(f"with HTTP {code}")
 
-    def _set_aside(self, server: Server, reason: str, wait: float = 0.0) -> None:
-        server.failures += 1
+    def _set_aside(self, server: Server, reason: str, begun: float, wait: float = 0.0) -> None:
+        """One moment's failures count once: a request that was under way when the last was counted tells nothing new."""
+        now = time.monotonic()
         self._last = f"the last, {server.url}, {reason}"
+        server.aside_until = max(server.aside_until, now + wait)
+        if begun <= server.failed_at:
+            return
+        server.failures, server.failed_at = server.failures + 1, now
         if server.failures == 3:
             warn(f"{server.url} {reason} again and again: set aside, tried again later")
-        pause = min(LONGEST_ASIDE, FIRST_ASIDE * 2 ** min(server.failures - 1, 10))
-        server.aside_until = time.monotonic() + max(wait, pause * (0.5 + self._jitter.random() / 2))
+        pause = min(LONGEST_ASIDE, self._patience / 4, FIRST_ASIDE * 2 ** min(server.failures - 1, 10))
+        server.aside_until = max(server.aside_until, now + pause * (0.5 + self._jitter.random() / 2))

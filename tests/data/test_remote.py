@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -20,6 +21,8 @@ import pytest
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig
 from draftsmith.data.conversations import read_conversations
+from draftsmith.data.replies import BadReplyError
+from draftsmith.data.servers import Pool
 from draftsmith.data.synthesize import rejects_file, summary_file, synthesize
 from draftsmith.data.vocab import build_vocab
 
@@ -232,6 +235,22 @@ def test_ids_whose_text_a_server_shows_in_its_own_way_are_kept(serve: Any, remot
     server.change = lambda choice, body: choice.update(token_ids=ids, text=text, finish_reason=finish)
     for one in read_conversations(synthesize(remote([server], rows=2, synthesize__retries=0), "train")):
         assert all(list(one.input_ids[start:end]) == [*ids[: len(ids) - (ids[-1] == 2)], 2] for start, end in one.spans)
+
+
+def test_connections_dropped_in_one_moment_set_a_server_aside_once(serve: Any) -> None:
+    server = serve(faults=("drop",), share=1.0, latency=0.5)
+
+    async def burst() -> int:
+        pool = Pool([server.url], "none", 60.0, 60.0)
+        one = await pool.take()
+        body = {"max_tokens": 4, "prompt": [40], "model": "tiny"}
+        asked = [pool.call(one, lambda: one.client.completions.create(**body, seed=1)) for _ in range(48)]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        await pool.close()
+        assert all(isinstance(result, BadReplyError) for result in results)
+        return one.failures
+
+    assert asyncio.run(burst()) == 1
 
 
 def test_prompts_that_stay_unanswered_are_asked_by_the_next_run_alone(serve: Any, remote: Any) -> None:
