@@ -86,6 +86,8 @@ def write_served(content: Mapping[str, Any], file: Path, evaluation: Mapping[str
     draw_served(content, png)
     page = Page(f"Served by {content['engine']} {content['version']}", content["drafter"])
     page.section("Predicted and served").text(("good: " if content["good"] else "BAD: ") + content["verdict"])
+    for warning in content["warnings"]:
+        page.text(f"Warning: {warning}.")
     for cause in content["causes"]:
         page.text(f"likely cause: {cause}")
     if content.get("trained_on"):

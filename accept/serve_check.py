@@ -1,7 +1,8 @@
 """`draftsmith serve-check`: serve held-out prompts with a real engine, and set its counters beside the prediction.
 
 The verdict is good when the engine's greedy answers are the same with and without the drafter (asserted in float32, where
-they must be) and its acceptance is the predicted one. If not, the folder is checked and probed, and the likely cause named.
+they must be), its acceptance is the predicted one, and there is any. If not, the folder is checked and probed, and the
+likely cause named. A drafter that slows its engine down is warned of: that may be the machine's fault.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from draftsmith.train.inputs import check_store
 PROBED = 24
 """Conversations of the probe behind a difference."""
 
+IDLE = 1.05
+"""Below this served accept length next to nothing of what is drafted is right: no prediction makes that good."""
+
 
 class ServeCheck(BaseModel):
     """serve-check-ENGINE.json.
@@ -42,6 +46,7 @@ class ServeCheck(BaseModel):
         identical: greedy answers with and without the drafter are equal; None if that was not asked.
         tokens_per_second: with and without the drafter; None where nothing was served without.
         causes: what explains a bad verdict, likeliest first.
+        warnings: what a person should know of, whatever the verdict.
         trained_on: ids of conversations whose prompts stand in the training text; None where that is not there.
     """
 
@@ -58,6 +63,7 @@ class ServeCheck(BaseModel):
     good: bool
     verdict: str
     causes: list[str]
+    warnings: list[str] = []
     trained_on: list[str] | None = None
 
 
@@ -161,6 +167,17 @@ def conclude(
         worst = max([comparison.length_difference, *comparison.position_differences], key=abs)
         faults.append(f"predicted and served acceptance differ, by {worst:+.1%} at most")
     base = result["base"]
+    with_, without = result["spec"]["tokens_per_second"], base["tokens_per_second"] if base else None
+    length, warnings = comparison.served.accept_length, []
+    idle = length < IDLE
+    verdict = "; ".join(faults) if faults else "served as predicted"
+    if idle:
+        verdict += "; the drafter drafts nothing that is right" if faults else ", and it drafts nothing that is right"
+        warnings.append(
+            f"accept_length@{comparison.steps} is {length:.3f} as served, where 1 is a drafter that is never right"
+        )
+    if without is not None and with_ < without:
+        warnings.append(f"slower with the drafter: {with_:.1f} tokens/s with, {without:.1f} without")
     return ServeCheck(
         engine=engine,
         version=result["version"],
@@ -170,13 +187,12 @@ def conclude(
         comparison=comparison,
         identical=result["identical"],
         first_divergence=list(result["first_divergence"])[:8],
-        tokens_per_second={
-            "with": result["spec"]["tokens_per_second"], "without": base["tokens_per_second"] if base else None,
-        },
-        good=not faults,
-        verdict="; ".join(faults) if faults else "served as predicted",
+        tokens_per_second={"with": with_, "without": without},
+        good=not faults and not idle,
+        verdict=verdict,
         causes=[],
-    )  # fmt: skip
+        warnings=warnings,
+    )
 
 
 def likely_causes(
@@ -203,6 +219,11 @@ def likely_causes(
         causes.append(
             f"{comparison.other_text} of {found.requests} answers are not the harvested ones: another target, precision or "
             "chat template is served than was harvested"
+        )
+    if not causes and comparison.agrees and found.identical is not False:
+        causes.append(
+            "the drafter itself: the replay predicts the same, its folder passes every check and its description fits its "
+            "weights; it has learnt next to nothing, or was trained on other text or another target"
         )
     if not causes:
         causes.append(
@@ -254,5 +275,7 @@ def show(found: ServeCheck) -> None:
     out.print(
         f"{'good' if found.good else 'BAD'}: {found.verdict}", style="green" if found.good else "red", highlight=False
     )
+    for warning in found.warnings:
+        out.print(f"  warning: {warning}", style="yellow", highlight=False, markup=False)
     for cause in found.causes:
         out.print(f"  likely cause: {cause}", highlight=False, markup=False)
