@@ -122,7 +122,7 @@ def compare(
             continue
         cut = without_excess(
             output["histogram"], len(output["output_ids"]), predicted[request.id], output.get("per_step")
-        )
+        )[: depth + 1]  # behind which an engine may list zeros
         if total is not None:
             total = total + cut
         if same_text:

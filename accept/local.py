@@ -140,6 +140,15 @@ def check_counters(engine: Engine, result: Mapping[str, Any], where: object) -> 
             expected="verify steps and accepted drafts of every request",
             mend="serve with the drafter: draftsmith verify prints the launch line",
         )  # fmt: skip
+    steps = len(spec["accept_per_position"])
+    for output in spec["outputs"]:
+        deepest = max((i for i, count in enumerate(output.get("histogram") or []) if count), default=0)
+        if deepest > steps:
+            raise DraftsmithError(
+                f"{TITLES[engine]} counts more accepted drafts than a chain has", where=f"{where}, request {output['id']}",
+                found=f"a verify step with {deepest} accepted drafts", expected=f"{steps} at most",
+                mend="name the depth that the engine serves with: --steps N",
+            )  # fmt: skip
 
 
 def _last(log: Path, said: Path) -> str:

@@ -72,6 +72,8 @@ def test_equal_histograms_agree_and_one_more_draft_does_not():
     same = compare(predicted, requests, served(outputs, [2 / 3, 1 / 3], 3), 2)
     assert same.agrees and (same.exact, same.inexact, same.other_text) == (2, 0, 0)
     assert same.predicted.accept_length == pytest.approx(2.0) and same.length_difference == 0
+    outputs[0]["histogram"] = [1, 0, 1, 0]  # the engine's list is longer than the chain
+    assert compare(predicted, requests, served(outputs, [2 / 3, 1 / 3], 3), 2).exact == 2
     outputs[1]["histogram"] = [0, 0, 1]
     outputs[1]["output_ids"] = [0, 1, 2, 3]
     other = compare(predicted, requests, served(outputs, [2 / 3, 2 / 3], 3), 2)
