@@ -129,8 +129,15 @@ def _wait(
 
 
 def check_counters(engine: Engine, result: Mapping[str, Any], where: object) -> None:
-    """Stop at a result from which acceptance cannot be read."""
+    """Stop at a result from which acceptance cannot be read: no answers, no counters, or not those of every answer."""
     spec = result.get("spec")
+    for part, how in ((spec, "with the drafter"), (result.get("base"), "without the drafter")):
+        answers = part.get("outputs") if isinstance(part, Mapping) else None
+        if answers and not any(answer["output_ids"] for answer in answers):
+            raise DraftsmithError(
+                f"{TITLES[engine]} answered nothing at all {how}", where=where, found=f"{len(answers)} empty answers",
+                expected="the tokens of an answer to each prompt", mend="read the engine's log",
+            )  # fmt: skip
     needed = ("accept_length", "accept_per_position", "verify_steps", "outputs")
     missing = [name for name in needed if not isinstance(spec, Mapping) or spec.get(name) is None]
     if missing or not spec or not spec["verify_steps"]:
@@ -139,6 +146,15 @@ def check_counters(engine: Engine, result: Mapping[str, Any], where: object) -> 
             found=f"no {', '.join(missing)}" if missing else "0 verify steps",
             expected="verify steps and accepted drafts of every request",
             mend="serve with the drafter: draftsmith verify prints the launch line",
+        )  # fmt: skip
+    known = [output for output in spec["outputs"] if output.get("histogram") is not None]
+    lacking = [o["id"] for o in spec["outputs"] if len(o["output_ids"]) > 1 and not sum(o.get("histogram") or [])]
+    if known and lacking:  # the first token alone comes without a verify step
+        raise DraftsmithError(
+            f"{TITLES[engine]} reported counters of some requests only", where=where,
+            found=f"none for {len(lacking)} of {len(spec['outputs'])} requests: {', '.join(lacking[:4])}",
+            expected="verify steps of every answer of two tokens or more",
+            mend="serve with the drafter, in every replica: draftsmith verify prints the launch line",
         )  # fmt: skip
     steps = len(spec["accept_per_position"])
     for output in spec["outputs"]:

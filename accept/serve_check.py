@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from draftsmith.accept.compare import Comparison, compare, predicted_steps
+from draftsmith.accept.compare import Comparison, compare, difference_text, predicted_steps, worst_difference
 from draftsmith.accept.evaluate import drafter_chains
 from draftsmith.accept.local import serve_locally
 from draftsmith.accept.overlap import trained_on, warn_of_trained
@@ -164,8 +164,7 @@ def conclude(
             f"{len(result['first_divergence'])} of {len(requests)} answers differ from those without the drafter"
         )
     if not comparison.agrees:
-        worst = max([comparison.length_difference, *comparison.position_differences], key=abs)
-        faults.append(f"predicted and served acceptance differ, by {worst:+.1%} at most")
+        faults.append(f"predicted and served acceptance differ, {worst_difference(comparison)}")
     base = result["base"]
     with_, without = result["spec"]["tokens_per_second"], base["tokens_per_second"] if base else None
     length, warnings = comparison.served.accept_length, []
@@ -247,9 +246,9 @@ def show(found: ServeCheck) -> None:
     for i, (p, s) in enumerate(zip(one.predicted.accept_per_position, one.served.accept_per_position, strict=True)):
         within = one.within.accept_per_position[i] if one.within else None
         pairs.append((f"first {i + 1} drafts right" if i else "first draft right", p, s, within))
-    differences = [one.length_difference, *one.position_differences]
+    differences: list[float | None] = [one.length_difference, *one.position_differences]
     rows = [
-        [name, f"{p:.3f}", f"{s:.3f}", "-" if w is None else f"{w:.3f}", f"{d:+.2%}"]
+        [name, f"{p:.3f}", f"{s:.3f}", "-" if w is None else f"{w:.3f}", difference_text(d)]
         for (name, p, s, w), d in zip(pairs, differences, strict=True)
     ]
     columns = ["", "predicted", "served", "served, within answers", "difference"]

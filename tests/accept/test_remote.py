@@ -78,6 +78,8 @@ class Handler(BaseHTTPRequestHandler):
             for i in range(3):
                 self.server.positions[i] += sum(histogram[i + 1 :])
         tokens = [7] * (1 + sum(count * (i + 1) for i, count in enumerate(histogram)))
+        if self.server.fault == "mute":
+            tokens = []
         if self.path == "/v1/completions":
             return self.say({"choices": [{"token_ids": tokens}]})
         if self.server.fault == "deep":
@@ -85,7 +87,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.fault == "counts in words":
             histogram = [str(count) for count in histogram]
         meta = {"completion_tokens": len(tokens)}
-        if self.server.fault != "silent" and len(tokens) > 1:
+        half = self.server.fault == "half" and len(self.server.asked) > 1
+        if self.server.fault != "silent" and not half and len(tokens) > 1:
             meta |= {"spec_verify_ct": sum(map(int, histogram)), "spec_correct_drafts_histogram": histogram}
         return self.say({"output_ids": tokens, "meta_info": meta})
 
@@ -155,6 +158,9 @@ def test_without_a_plain_server_nothing_is_compared(start):
         ("depth in words", "sglang", "no depth of its chains"),
         ("deep", "sglang", "more accepted drafts than a chain has"),
         ("counts in words", "sglang", "was lost, or answers otherwise"),
+        ("mute", "sglang", "answered nothing at all with the drafter"),
+        ("mute", "vllm", "answered nothing at all with the drafter"),
+        ("half", "sglang", "counters of some requests only"),
         ("no number", "vllm", "has no metrics: vllm:spec_decode_num_drafts is NaN"),
     ],
 )
@@ -198,3 +204,16 @@ def test_a_port_that_speaks_no_http():
         with pytest.raises(DraftsmithError, match="was not healthy") as error:
             ask("sglang", f"http://127.0.0.1:{listening.getsockname()[1]}", start_limit=0.3)
     assert "SSH-2.0" in str(error.value) or "reset" in str(error.value)
+
+
+def test_a_plain_server_that_answers_nothing_is_named(start):
+    _, url = start()
+    _, plain = start("mute")
+    with pytest.raises(DraftsmithError, match="answered nothing at all without the drafter"):
+        ask("sglang", url, plain)
+
+
+def test_the_requests_without_counters_are_listed(start):
+    _, url = start("half")
+    with pytest.raises(DraftsmithError, match="none for 1 of 3 requests: b"):
+        ask("sglang", url, concurrency=1)

@@ -61,6 +61,20 @@ def test_a_served_page_has_both_numbers_and_the_break_even(outcome, tmp_path):
     assert "likely cause: taps -1: &lt;trained&gt; elsewhere" in page
 
 
+def test_nothing_accepted_is_finite_on_the_page_and_in_the_table(tmp_path, capsys):
+    requests = [request("a", 5, 10)]
+    spec = served([{"id": "a", "output_ids": [0, 1, 2, 3, 4]}], [0.0, 0.0], 250) | {"tokens_per_second": 10.9}
+    result = {
+        "version": "1", "dtype": None, "identical": None, "spec": spec, "base": None, "first_divergence": [],
+    }  # fmt: skip
+    found = conclude("vllm", tmp_path, result, compare({"a": [1] * 250}, requests, spec, 2), requests)
+    _, html = write_served(found.model_dump(mode="json"), tmp_path / "serve-check-vllm.json", None)
+    show(found)
+    page, said = html.read_text(), capsys.readouterr().out
+    assert "none served" in page and "none served" in said
+    assert "never right as served, in 100.0%" in found.verdict and "inf%" not in page + said
+
+
 @pytest.mark.parametrize("predicted", [[0, 0], [1, 1]])
 def test_a_drafter_that_drafts_nothing_right_is_never_good(tmp_path, capsys, predicted):
     """Served 1.004 as predicted, and slower than without: agreement alone is no success."""
