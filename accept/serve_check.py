@@ -112,6 +112,7 @@ def serve_check(
     warn_of_trained(trained)
     prompts, depth = prompts_document(config, requests), steps or config.evaluate.draft_steps
     result_file = config.folder / f"serve-check-{engine}.json"
+    served_file = result_file.with_suffix(".served.json")
     if url is not None:
         result = serve_remotely(
             engine, url, plain_url, prompts, steps=depth, start_limit=start_limit, limit=limit, concurrency=max_running
@@ -120,10 +121,10 @@ def serve_check(
     else:
         console.print(
             f"serve-check: {len(requests)} requests with {TITLES[engine]}, {depth} drafts a chain, log "
-            f"{result_file.with_suffix('.log')}", highlight=False,
+            f"{served_file.with_suffix('.log')}", highlight=False,
         )  # fmt: skip
         result = serve_locally(
-            engine, target=target.path, drafter=folder, prompts=prompts, out=result_file.with_suffix(".served.json"),
+            engine, target=target.path, drafter=folder, prompts=prompts, out=served_file,
             steps=depth, python=python, start_limit=start_limit, limit=limit, max_running=max_running,
             device=device, options=options,
         )  # fmt: skip
