@@ -99,6 +99,12 @@ def serve_check(
     Raises:
         DraftsmithError: the engine is not ready in time, dies, reports no counters; or the inputs do not fit together.
     """
+    for option, number in (("--limit", conversations), ("--steps", steps), ("--max-running", max_running)):
+        if number is not None and number < 1:
+            raise DraftsmithError(
+                "nothing can be served with that", where=option, found=number, expected="1 or more",
+                mend=f"name a number from 1 on, or leave {option} out",
+            )  # fmt: skip
     folder = drafter or config.drafter_folder
     target = read_target(config.target.path)
     canonical = read_drafter(folder, target)

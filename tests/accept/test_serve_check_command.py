@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from draftsmith.accept.serve_check import serve_check
+from draftsmith.cli import app
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.convert.write import convert
 from tests.accept import faulty_engine
@@ -29,3 +31,14 @@ def test_the_announced_log_is_there(run, tmp_path, capsys, monkeypatch):
         serve_check("sglang", run, python=faulty_engine.write(tmp_path, "dies"), start_limit=20, limit=30)
     announced = re.search(r"log (\S+\.log)", "".join(capsys.readouterr().err.splitlines()))
     assert announced and "out of luck" in Path(announced[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--limit", "0"), ("--limit", "-3"), ("--steps", "0"), ("--steps", "-1"), ("--max-running", "0")],
+)
+def test_numbers_below_one_are_refused_by_name(trained, option, value):
+    file = trained.runs.parent / "run.yaml"
+    found = CliRunner().invoke(app, ["serve-check", "sglang", str(file), option, value])
+    assert isinstance(found.exception, DraftsmithError)
+    assert f"where: {option}\n  found: {value}\n" in str(found.exception)
