@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from draftsmith.configs.files import read_json, write_json
 from draftsmith.convert.engine_loader import TITLES, Engine, find_python
 
 POLL_SECONDS = 0.1
+
+MEMORY = ", as a system does that is out of memory"
 
 
 def serve_locally(
@@ -122,8 +125,12 @@ def _wait(
             )  # fmt: skip
         time.sleep(POLL_SECONDS)
     if code != 0:
+        how, found = f"exit code {code}", _last(log, said)
+        if code < 0:
+            how = f"killed by signal {-code} ({_signal_name(-code)})"
+            found = f"{how}{MEMORY if -code == signal.SIGKILL else ''}; it said last\n    {found}"
         raise DraftsmithError(
-            f"{title} ended before it had served everything, exit code {code}", where=log, found=_last(log, said),
+            f"{title} ended before it had served everything, {how}", where=log, found=found,
             mend="read the log; draftsmith verify DRAFTER --target TARGET --engine " + engine + " says whether it loads",
         )  # fmt: skip
 
@@ -165,6 +172,13 @@ def check_counters(engine: Engine, result: Mapping[str, Any], where: object) -> 
                 found=f"a verify step with {deepest} accepted drafts", expected=f"{steps} at most",
                 mend="name the depth that the engine serves with: --steps N",
             )  # fmt: skip
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return "no name"
 
 
 def _last(log: Path, said: Path) -> str:
