@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from draftsmith.accept.compare import Comparison, compare, difference_text, predicted_steps, worst_difference
 from draftsmith.accept.evaluate import drafter_chains
+from draftsmith.accept.known import evaluation_of
 from draftsmith.accept.local import serve_locally
 from draftsmith.accept.overlap import trained_on, warn_of_trained
 from draftsmith.accept.remote import serve_remotely
@@ -22,7 +23,7 @@ from draftsmith.accept.report import write_served
 from draftsmith.accept.requests import Request, heldout_requests, prompts_document
 from draftsmith.configs.console import closing, console, out, table
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import read_json, write_json
+from draftsmith.configs.files import write_json
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.engine_loader import TITLES, Engine
@@ -141,22 +142,15 @@ def serve_check(
     if not found.good and explain:
         found = found.model_copy(update={"causes": likely_causes(config, target, folder, comparison, found)})
     write_json(result_file, found.model_dump(mode="json"))
-    _, page = write_served(found.model_dump(mode="json"), result_file, _evaluation(config, canonical.origin))
+    _, page = write_served(
+        found.model_dump(mode="json"), result_file, evaluation_of(config, canonical.origin, reader.path, chains, depth)
+    )
     if as_json:
         out.print_json(data=found.model_dump(mode="json"))
     else:
         show(found)
     closing(f"{result_file} and {page.name}")
     return found
-
-
-def _evaluation(config: RunConfig, origin: Path) -> dict[str, Any] | None:
-    """What `draftsmith evaluate` last said of this drafter, if it did."""
-    for file in sorted(config.folder.glob("evaluate*.json")):
-        content = read_json(file, what="an evaluation")
-        if "depths" in content and Path(str(content.get("drafter"))).resolve() == origin.resolve():
-            return content
-    return None
 
 
 def conclude(
