@@ -43,7 +43,8 @@ class Comparison(BaseModel):
         predicted: by replay of the requests that were served.
         served: by the engine's counters, as it counts.
         within: served, without what the last steps accepted beyond an answer's end; None if single requests are unknown.
-        length_difference, position_differences: (predicted - served) / served, of `within` where it is known.
+        length_difference, position_differences: (predicted - served) / served, of `within` where it is known; a position's
+            is None where something was predicted and nothing served, which no share can say.
         exact, inexact: requests whose histogram is, is not the predicted one; of those that answered as harvested.
         other_text: requests whose answer is not the harvested one, so that the prediction is of another text.
         agrees: every difference is within its tolerance.
@@ -55,7 +56,7 @@ class Comparison(BaseModel):
     served: Counted
     within: Counted | None
     length_difference: float
-    position_differences: list[float]
+    position_differences: list[float | None]
     exact: int
     inexact: int
     other_text: int
@@ -122,7 +123,7 @@ def compare(
             continue
         cut = without_excess(
             output["histogram"], len(output["output_ids"]), predicted[request.id], output.get("per_step")
-        )
+        )[: depth + 1]  # behind which an engine may list zeros
         if total is not None:
             total = total + cut
         if same_text:
@@ -130,13 +131,13 @@ def compare(
             exact, inexact = exact + matches, inexact + (not matches)
     within = None if total is None else counted(total)
     reference = within or served
-    length = _relative(forecast.accept_length, reference.accept_length)
+    length = (forecast.accept_length - reference.accept_length) / reference.accept_length
     positions = [
-        _relative(p, s) for p, s in zip(forecast.accept_per_position, reference.accept_per_position, strict=True)
+        relative(p, s) for p, s in zip(forecast.accept_per_position, reference.accept_per_position, strict=True)
     ]
     few = FEW / max(1, reference.verify_steps) + _ends(within, served, len(requests))
     close = [
-        abs(difference) <= POSITION_TOLERANCE or abs(p - s) <= few
+        (difference is not None and abs(difference) <= POSITION_TOLERANCE) or abs(p - s) <= few
         for difference, p, s in zip(positions, forecast.accept_per_position, reference.accept_per_position, strict=True)
     ]
     return Comparison(
@@ -182,8 +183,25 @@ def counted(histogram: np.ndarray) -> Counted:
     return Counted(accept_length=1 + sum(shares), accept_per_position=shares, verify_steps=steps)
 
 
-def _relative(predicted: float, served: float) -> float:
-    return (predicted - served) / served if served else 0.0 if predicted == served else float("inf")
+def relative(predicted: float, served: float) -> float | None:
+    """(predicted - served) / served; None where that is no number."""
+    return (predicted - served) / served if served else 0.0 if predicted == served else None
+
+
+def difference_text(difference: float | None) -> str:
+    """A difference as tables show it."""
+    return "none served" if difference is None else f"{difference:+.2%}"
+
+
+def worst_difference(comparison: Comparison) -> str:
+    """The largest difference in words; a position at which nothing was accepted is larger than any share."""
+    if None in comparison.position_differences:
+        place = comparison.position_differences.index(None)
+        share = comparison.predicted.accept_per_position[place]
+        which = f"the first {place + 1} drafts" if place else "the first draft"
+        return f"{which} never right as served, in {share:.1%} of the verify steps as predicted"
+    shares = [share for share in comparison.position_differences if share is not None]
+    return f"by {max([comparison.length_difference, *shares], key=abs):+.1%} at most"
 
 
 def _ends(within: Counted | None, served: Counted, requests: int) -> float:

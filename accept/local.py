@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from draftsmith.configs.files import read_json, write_json
 from draftsmith.convert.engine_loader import TITLES, Engine, find_python
 
 POLL_SECONDS = 0.1
+
+MEMORY = ", as a system does that is out of memory"
 
 
 def serve_locally(
@@ -122,15 +125,26 @@ def _wait(
             )  # fmt: skip
         time.sleep(POLL_SECONDS)
     if code != 0:
+        how, found = f"exit code {code}", _last(log, said)
+        if code < 0:
+            how = f"killed by signal {-code} ({_signal_name(-code)})"
+            found = f"{how}{MEMORY if -code == signal.SIGKILL else ''}; it said last\n    {found}"
         raise DraftsmithError(
-            f"{title} ended before it had served everything, exit code {code}", where=log, found=_last(log, said),
+            f"{title} ended before it had served everything, {how}", where=log, found=found,
             mend="read the log; draftsmith verify DRAFTER --target TARGET --engine " + engine + " says whether it loads",
         )  # fmt: skip
 
 
 def check_counters(engine: Engine, result: Mapping[str, Any], where: object) -> None:
-    """Stop at a result from which acceptance cannot be read."""
+    """Stop at a result from which acceptance cannot be read: no answers, no counters, or not those of every answer."""
     spec = result.get("spec")
+    for part, how in ((spec, "with the drafter"), (result.get("base"), "without the drafter")):
+        answers = part.get("outputs") if isinstance(part, Mapping) else None
+        if answers and not any(answer["output_ids"] for answer in answers):
+            raise DraftsmithError(
+                f"{TITLES[engine]} answered nothing at all {how}", where=where, found=f"{len(answers)} empty answers",
+                expected="the tokens of an answer to each prompt", mend="read the engine's log",
+            )  # fmt: skip
     needed = ("accept_length", "accept_per_position", "verify_steps", "outputs")
     missing = [name for name in needed if not isinstance(spec, Mapping) or spec.get(name) is None]
     if missing or not spec or not spec["verify_steps"]:
@@ -140,6 +154,31 @@ def check_counters(engine: Engine, result: Mapping[str, Any], where: object) -> 
             expected="verify steps and accepted drafts of every request",
             mend="serve with the drafter: draftsmith verify prints the launch line",
         )  # fmt: skip
+    known = [output for output in spec["outputs"] if output.get("histogram") is not None]
+    lacking = [o["id"] for o in spec["outputs"] if len(o["output_ids"]) > 1 and not sum(o.get("histogram") or [])]
+    if known and lacking:  # the first token alone comes without a verify step
+        raise DraftsmithError(
+            f"{TITLES[engine]} reported counters of some requests only", where=where,
+            found=f"none for {len(lacking)} of {len(spec['outputs'])} requests: {', '.join(lacking[:4])}",
+            expected="verify steps of every answer of two tokens or more",
+            mend="serve with the drafter, in every replica: draftsmith verify prints the launch line",
+        )  # fmt: skip
+    steps = len(spec["accept_per_position"])
+    for output in spec["outputs"]:
+        deepest = max((i for i, count in enumerate(output.get("histogram") or []) if count), default=0)
+        if deepest > steps:
+            raise DraftsmithError(
+                f"{TITLES[engine]} counts more accepted drafts than a chain has", where=f"{where}, request {output['id']}",
+                found=f"a verify step with {deepest} accepted drafts", expected=f"{steps} at most",
+                mend="name the depth that the engine serves with: --steps N",
+            )  # fmt: skip
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return "no name"
 
 
 def _last(log: Path, said: Path) -> str:

@@ -6,6 +6,7 @@ totals are the difference of `/metrics` before and after: nobody else may use th
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import re
@@ -26,6 +27,9 @@ VLLM_COUNTERS = {
     "accepted_drafts": "vllm:spec_decode_num_accepted_tokens",
     "position": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
+
+UNANSWERED = (OSError, http.client.HTTPException, ValueError)
+"""What a lost connection, another protocol than HTTP and content that cannot be read raise. HTTPException is no OSError."""
 
 
 class Server:
@@ -53,8 +57,8 @@ class Server:
             try:
                 self._get("/health", max(0.2, start_limit))
                 return
-            except (OSError, ValueError) as error:
-                said = str(error)
+            except UNANSWERED as error:
+                said = str(error) or type(error).__name__
             if time.monotonic() - began > start_limit:
                 raise DraftsmithError(
                     f"{self.title} was not healthy within {start_limit:g} seconds", where=f"{self.url}/health",
@@ -81,22 +85,41 @@ class Server:
         return Served(outputs, 0.0, seconds, counters)
 
     def depth(self) -> int | None:
-        """Drafted tokens a chain, where the server says so."""
+        """Drafted tokens a chain, where the server says so.
+
+        Raises:
+            DraftsmithError: what it says is no such number.
+        """
         if self.engine == "vllm":
             positions = [name for name in self._totals() if name.startswith("position")]
             return len(positions) or None
         try:
-            return json.loads(self._get("/server_info")).get("speculative_num_steps")
-        except (OSError, ValueError):
+            said = json.loads(self._get("/server_info"))
+        except UNANSWERED:
             return None
+        where = f"{self.url}/server_info"
+        if not isinstance(said, dict):
+            raise DraftsmithError(
+                f"{self.title} describes itself by no JSON object", where=where, found=type(said).__name__,
+                expected="an object with speculative_num_steps", mend="name SGLang's own address with --url",
+            )  # fmt: skip
+        steps = said.get("speculative_num_steps")
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise DraftsmithError(
+                f"{self.title} names no depth of its chains", where=f"{where}, speculative_num_steps",
+                found=repr(steps), expected="a number of drafts, for instance 3",
+                mend="serve with the drafter: draftsmith verify prints the launch line",
+            )  # fmt: skip
+        return steps
 
     def version(self) -> str:
         """The engine's version, or `unknown`."""
         path, key = ("/version", "version") if self.engine == "vllm" else ("/server_info", "version")
         try:
-            return str(json.loads(self._get(path)).get(key, "unknown"))
-        except (OSError, ValueError):
+            said = json.loads(self._get(path))
+        except UNANSWERED:
             return "unknown"
+        return str(said.get(key, "unknown")) if isinstance(said, dict) else "unknown"
 
     def _answer(self, prompt: Mapping[str, Any], document: Mapping[str, Any], model: str, drafted: bool) -> Output:
         ids, new, stop = prompt["input_ids"], prompt["max_new_tokens"], document["stop_token_ids"]
@@ -107,15 +130,16 @@ class Server:
                     "model": model, "prompt": ids, "max_tokens": new, "temperature": 0, "stop_token_ids": stop,
                     "return_token_ids": True, "ignore_eos": ignore,
                 })  # fmt: skip
-                return Output(prompt["id"], list(said["choices"][0]["token_ids"]))
+                return Output(prompt["id"], _whole(said["choices"][0]["token_ids"], "token_ids"))
             sampling = {"temperature": 0, "max_new_tokens": new, "stop_token_ids": stop, "ignore_eos": ignore}
             said = self._post("/generate", {"input_ids": ids, "sampling_params": sampling})
-            output, meta = Output(prompt["id"], list(said["output_ids"])), said["meta_info"]
+            output, meta = Output(prompt["id"], _whole(said["output_ids"], "output_ids")), said["meta_info"]
             if drafted and "spec_verify_ct" in meta:
-                output.histogram = list(meta.get("spec_correct_drafts_histogram", []))
-                output.verify_steps = meta["spec_verify_ct"]
+                name = "spec_correct_drafts_histogram"
+                output.histogram = _whole(meta.get(name, []), name)
+                (output.verify_steps,) = _whole([meta["spec_verify_ct"]], "spec_verify_ct")
             return output
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (*UNANSWERED, LookupError, TypeError) as error:
             if self._left() <= 0:
                 raise DraftsmithError(
                     f"{self.title} did not finish within {self.limit:g} seconds", where=f"request {prompt['id']}",
@@ -130,7 +154,7 @@ class Server:
     def _model(self) -> str:
         try:
             return str(json.loads(self._get("/v1/models"))["data"][0]["id"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (*UNANSWERED, LookupError, TypeError) as error:
             raise DraftsmithError(f"{self.title} lists no model: {error}", where=f"{self.url}/v1/models") from None
 
     def _totals(self) -> dict[str, float]:
@@ -138,16 +162,9 @@ class Server:
         if self.engine != "vllm":
             return {}
         try:
-            text = self._get("/metrics").decode()
-        except OSError as error:
+            return _read_totals(self._get("/metrics").decode())
+        except UNANSWERED as error:
             raise DraftsmithError(f"{self.title} has no metrics: {error}", where=f"{self.url}/metrics") from None
-        totals: dict[str, float] = {}
-        for name, metric in VLLM_COUNTERS.items():
-            for labels, value in re.findall(rf"^{metric}(?:_total)?(\{{[^}}]*\}})? (\S+)$", text, re.M):
-                place = re.search(r'position="(\d+)"', labels)
-                key = f"{name} {place[1]}" if place else name
-                totals[key] = totals.get(key, 0.0) + float(value)
-        return totals
 
     def _left(self) -> float:
         """Seconds that are left."""
@@ -228,3 +245,23 @@ def _counters(served: Served, depth: int) -> dict[str, Any]:
         "verify_steps": int(steps),
         "accepted_drafts": int(accepted),
     }
+
+
+def _read_totals(text: str) -> dict[str, float]:
+    """vLLM's counters in its metrics; ValueError at one that is no number."""
+    totals: dict[str, float] = {}
+    for name, metric in VLLM_COUNTERS.items():
+        for labels, value in re.findall(rf"^{metric}(?:_total)?(\{{[^}}]*\}})? (\S+)$", text, re.M):
+            place = re.search(r'position="(\d+)"', labels)
+            key = f"{name} {place[1]}" if place else name
+            totals[key] = totals.get(key, 0.0) + float(value)
+            if not math.isfinite(totals[key]):
+                raise ValueError(f"{metric} is {value}")
+    return totals
+
+
+def _whole(values: Any, name: str) -> list[int]:
+    """`values`, which must be a list of whole numbers from 0 on; ValueError if it is anything else."""
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{name} is no list of whole numbers: {str(values)[:80]}")
+    return values

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.accept.compare import difference_text
 from draftsmith.accept.overlap import trained_text
 from draftsmith.configs.page import Page
 from draftsmith.configs.picture import picture
@@ -86,6 +87,8 @@ def write_served(content: Mapping[str, Any], file: Path, evaluation: Mapping[str
     draw_served(content, png)
     page = Page(f"Served by {content['engine']} {content['version']}", content["drafter"])
     page.section("Predicted and served").text(("good: " if content["good"] else "BAD: ") + content["verdict"])
+    for warning in content["warnings"]:
+        page.text(f"Warning: {warning}.")
     for cause in content["causes"]:
         page.text(f"likely cause: {cause}")
     if content.get("trained_on"):
@@ -102,7 +105,7 @@ def write_served(content: Mapping[str, Any], file: Path, evaluation: Mapping[str
         rows.append(
             [
                 f"accept_{i}", f"{one['predicted']['accept_per_position'][i]:.3f}", f"{one['served']['accept_per_position'][i]:.3f}",
-                f"{within['accept_per_position'][i]:.3f}" if within else "-", f"{difference:+.2%}",
+                f"{within['accept_per_position'][i]:.3f}" if within else "-", difference_text(difference),
             ]
         )  # fmt: skip
     page.table(["bonus token included", "predicted", "served", "served, within answers", "difference"], rows)

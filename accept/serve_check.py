@@ -1,7 +1,8 @@
 """`draftsmith serve-check`: serve held-out prompts with a real engine, and set its counters beside the prediction.
 
 The verdict is good when the engine's greedy answers are the same with and without the drafter (asserted in float32, where
-they must be) and its acceptance is the predicted one. If not, the folder is checked and probed, and the likely cause named.
+they must be), its acceptance is the predicted one, and there is any. If not, the folder is checked and probed, and the
+likely cause named. A drafter that slows its engine down is warned of: that may be the machine's fault.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from draftsmith.accept.compare import Comparison, compare, predicted_steps
+from draftsmith.accept.compare import Comparison, compare, difference_text, predicted_steps, worst_difference
 from draftsmith.accept.evaluate import drafter_chains
+from draftsmith.accept.known import evaluation_of
 from draftsmith.accept.local import serve_locally
 from draftsmith.accept.overlap import trained_on, warn_of_trained
 from draftsmith.accept.remote import serve_remotely
@@ -21,7 +23,7 @@ from draftsmith.accept.report import write_served
 from draftsmith.accept.requests import Request, heldout_requests, prompts_document
 from draftsmith.configs.console import closing, console, out, table
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.files import read_json, write_json
+from draftsmith.configs.files import write_json
 from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.engine_loader import TITLES, Engine
@@ -33,6 +35,9 @@ from draftsmith.train.inputs import check_store
 PROBED = 24
 """Conversations of the probe behind a difference."""
 
+IDLE = 1.05
+"""Below this served accept length next to nothing of what is drafted is right: no prediction makes that good."""
+
 
 class ServeCheck(BaseModel):
     """serve-check-ENGINE.json.
@@ -42,6 +47,7 @@ class ServeCheck(BaseModel):
         identical: greedy answers with and without the drafter are equal; None if that was not asked.
         tokens_per_second: with and without the drafter; None where nothing was served without.
         causes: what explains a bad verdict, likeliest first.
+        warnings: what a person should know of, whatever the verdict.
         trained_on: ids of conversations whose prompts stand in the training text; None where that is not there.
     """
 
@@ -58,6 +64,7 @@ class ServeCheck(BaseModel):
     good: bool
     verdict: str
     causes: list[str]
+    warnings: list[str] = []
     trained_on: list[str] | None = None
 
 
@@ -93,6 +100,12 @@ def serve_check(
     Raises:
         DraftsmithError: the engine is not ready in time, dies, reports no counters; or the inputs do not fit together.
     """
+    for option, number in (("--limit", conversations), ("--steps", steps), ("--max-running", max_running)):
+        if number is not None and number < 1:
+            raise DraftsmithError(
+                "nothing can be served with that", where=option, found=number, expected="1 or more",
+                mend=f"name a number from 1 on, or leave {option} out",
+            )  # fmt: skip
     folder = drafter or config.drafter_folder
     target = read_target(config.target.path)
     canonical = read_drafter(folder, target)
@@ -106,6 +119,7 @@ def serve_check(
     warn_of_trained(trained)
     prompts, depth = prompts_document(config, requests), steps or config.evaluate.draft_steps
     result_file = config.folder / f"serve-check-{engine}.json"
+    served_file = result_file.with_suffix(".served.json")
     if url is not None:
         result = serve_remotely(
             engine, url, plain_url, prompts, steps=depth, start_limit=start_limit, limit=limit, concurrency=max_running
@@ -114,10 +128,10 @@ def serve_check(
     else:
         console.print(
             f"serve-check: {len(requests)} requests with {TITLES[engine]}, {depth} drafts a chain, log "
-            f"{result_file.with_suffix('.log')}", highlight=False,
+            f"{served_file.with_suffix('.log')}", highlight=False,
         )  # fmt: skip
         result = serve_locally(
-            engine, target=target.path, drafter=folder, prompts=prompts, out=result_file.with_suffix(".served.json"),
+            engine, target=target.path, drafter=folder, prompts=prompts, out=served_file,
             steps=depth, python=python, start_limit=start_limit, limit=limit, max_running=max_running,
             device=device, options=options,
         )  # fmt: skip
@@ -128,22 +142,15 @@ def serve_check(
     if not found.good and explain:
         found = found.model_copy(update={"causes": likely_causes(config, target, folder, comparison, found)})
     write_json(result_file, found.model_dump(mode="json"))
-    _, page = write_served(found.model_dump(mode="json"), result_file, _evaluation(config, canonical.origin))
+    _, page = write_served(
+        found.model_dump(mode="json"), result_file, evaluation_of(config, canonical.origin, reader.path, chains, depth)
+    )
     if as_json:
         out.print_json(data=found.model_dump(mode="json"))
     else:
         show(found)
     closing(f"{result_file} and {page.name}")
     return found
-
-
-def _evaluation(config: RunConfig, origin: Path) -> dict[str, Any] | None:
-    """What `draftsmith evaluate` last said of this drafter, if it did."""
-    for file in sorted(config.folder.glob("evaluate*.json")):
-        content = read_json(file, what="an evaluation")
-        if "depths" in content and Path(str(content.get("drafter"))).resolve() == origin.resolve():
-            return content
-    return None
 
 
 def conclude(
@@ -158,9 +165,19 @@ def conclude(
             f"{len(result['first_divergence'])} of {len(requests)} answers differ from those without the drafter"
         )
     if not comparison.agrees:
-        worst = max([comparison.length_difference, *comparison.position_differences], key=abs)
-        faults.append(f"predicted and served acceptance differ, by {worst:+.1%} at most")
+        faults.append(f"predicted and served acceptance differ, {worst_difference(comparison)}")
     base = result["base"]
+    with_, without = result["spec"]["tokens_per_second"], base["tokens_per_second"] if base else None
+    length, warnings = comparison.served.accept_length, []
+    idle = length < IDLE
+    verdict = "; ".join(faults) if faults else "served as predicted"
+    if idle:
+        verdict += "; the drafter drafts nothing that is right" if faults else ", and it drafts nothing that is right"
+        warnings.append(
+            f"accept_length@{comparison.steps} is {length:.3f} as served, where 1 is a drafter that is never right"
+        )
+    if without is not None and with_ < without:
+        warnings.append(f"slower with the drafter: {with_:.1f} tokens/s with, {without:.1f} without")
     return ServeCheck(
         engine=engine,
         version=result["version"],
@@ -170,13 +187,12 @@ def conclude(
         comparison=comparison,
         identical=result["identical"],
         first_divergence=list(result["first_divergence"])[:8],
-        tokens_per_second={
-            "with": result["spec"]["tokens_per_second"], "without": base["tokens_per_second"] if base else None,
-        },
-        good=not faults,
-        verdict="; ".join(faults) if faults else "served as predicted",
+        tokens_per_second={"with": with_, "without": without},
+        good=not faults and not idle,
+        verdict=verdict,
         causes=[],
-    )  # fmt: skip
+        warnings=warnings,
+    )
 
 
 def likely_causes(
@@ -204,6 +220,11 @@ def likely_causes(
             f"{comparison.other_text} of {found.requests} answers are not the harvested ones: another target, precision or "
             "chat template is served than was harvested"
         )
+    if not causes and comparison.agrees and found.identical is not False:
+        causes.append(
+            "the drafter itself: the replay predicts the same, its folder passes every check and its description fits its "
+            "weights; it has learnt next to nothing, or was trained on other text or another target"
+        )
     if not causes:
         causes.append(
             "the folder passes every check and its description fits its weights: the engine itself computes something else "
@@ -226,9 +247,9 @@ def show(found: ServeCheck) -> None:
     for i, (p, s) in enumerate(zip(one.predicted.accept_per_position, one.served.accept_per_position, strict=True)):
         within = one.within.accept_per_position[i] if one.within else None
         pairs.append((f"first {i + 1} drafts right" if i else "first draft right", p, s, within))
-    differences = [one.length_difference, *one.position_differences]
+    differences: list[float | None] = [one.length_difference, *one.position_differences]
     rows = [
-        [name, f"{p:.3f}", f"{s:.3f}", "-" if w is None else f"{w:.3f}", f"{d:+.2%}"]
+        [name, f"{p:.3f}", f"{s:.3f}", "-" if w is None else f"{w:.3f}", difference_text(d)]
         for (name, p, s, w), d in zip(pairs, differences, strict=True)
     ]
     columns = ["", "predicted", "served", "served, within answers", "difference"]
@@ -254,5 +275,7 @@ def show(found: ServeCheck) -> None:
     out.print(
         f"{'good' if found.good else 'BAD'}: {found.verdict}", style="green" if found.good else "red", highlight=False
     )
+    for warning in found.warnings:
+        out.print(f"  warning: {warning}", style="yellow", highlight=False, markup=False)
     for cause in found.causes:
         out.print(f"  likely cause: {cause}", highlight=False, markup=False)

@@ -41,6 +41,7 @@ BEHAVIOURS = {
     "never ready": 'reached("starting"); print("loading weights", flush=True); time.sleep(600)',
     "not even starting": 'print("importing", flush=True); time.sleep(600)',
     "dies": 'reached("starting"); reached("ready"); print("CUDA error: out of luck", flush=True); os._exit(7)',
+    "killed": 'reached("starting"); print("loading weights", flush=True); os.kill(os.getpid(), signal.SIGKILL)',
     "never done": 'reached("starting"); reached("ready"); time.sleep(600)',
     "no counters": 'reached("ready"); finish({"tokens_per_second": 1.0, "outputs": outputs(None)})',
     "no verify steps": 'reached("ready"); finish({"accept_length": 1.0, "accept_per_position": [0, 0, 0], "verify_steps": 0, '

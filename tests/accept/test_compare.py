@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
-from draftsmith.accept.compare import compare, predicted_steps, without_excess
+from draftsmith.accept.compare import compare, difference_text, predicted_steps, without_excess, worst_difference
 from draftsmith.accept.requests import Request
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.train.evaluate import Chains
@@ -72,11 +74,23 @@ def test_equal_histograms_agree_and_one_more_draft_does_not():
     same = compare(predicted, requests, served(outputs, [2 / 3, 1 / 3], 3), 2)
     assert same.agrees and (same.exact, same.inexact, same.other_text) == (2, 0, 0)
     assert same.predicted.accept_length == pytest.approx(2.0) and same.length_difference == 0
+    outputs[0]["histogram"] = [1, 0, 1, 0]  # the engine's list is longer than the chain
+    assert compare(predicted, requests, served(outputs, [2 / 3, 1 / 3], 3), 2).exact == 2
     outputs[1]["histogram"] = [0, 0, 1]
     outputs[1]["output_ids"] = [0, 1, 2, 3]
     other = compare(predicted, requests, served(outputs, [2 / 3, 2 / 3], 3), 2)
     assert not other.agrees and (other.exact, other.inexact, other.other_text) == (1, 0, 1)
     assert other.length_difference == pytest.approx((2 - 7 / 3) / (7 / 3))
+
+
+def test_nothing_accepted_is_said_in_words_and_in_valid_json():
+    requests = [request("a", 5, 105)]
+    outputs = [{"id": "a", "output_ids": []}]
+    found = compare({"a": [0] * 40 + [1] * 40}, requests, served(outputs, [0.0, 0.0], 80), 2)
+    assert not found.agrees and found.position_differences == [None, 0.0]
+    assert worst_difference(found) == "the first draft never right as served, in 50.0% of the verify steps as predicted"
+    assert difference_text(None) == "none served" and difference_text(0.0) == "+0.00%"
+    json.dumps(found.model_dump(mode="json"), allow_nan=False)
 
 
 def test_without_single_requests_the_totals_are_compared():

@@ -53,6 +53,7 @@ def here(tmp_path, monkeypatch):
         ("never ready", "SGLang was not ready within 4 seconds", "loading weights"),
         ("not even starting", "SGLang was not ready within 4 seconds", "importing"),
         ("dies", "ended before it had served everything, exit code 7", "out of luck"),
+        ("killed", "served everything, killed by signal 9", "found: killed by signal 9 (SIGKILL), as a system does"),
         ("never done", "did not finish within 8 seconds", "nothing"),
         ("no counters", "reported no counters", "no accept_length, accept_per_position, verify_steps"),
         ("no verify steps", "reported no counters", "0 verify steps"),
@@ -65,6 +66,8 @@ def test_a_broken_engine_is_named_in_time_and_nothing_is_left(here, behaviour, w
         serve(here, behaviour)
     assert time.monotonic() - began < 20
     assert said in str(caught.value)
+    if behaviour == "killed":
+        assert str(caught.value).index("found: killed by signal 9") < str(caught.value).index("loading weights")
     assert len(survivors(here)) == (1 if Path.cwd() == here else 0)  # this test itself
     left = sorted(
         file.name for file in here.iterdir() if file.suffix in (".progress", ".json") and file.name != "served.json"

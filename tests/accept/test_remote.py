@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +33,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             return self.say({}, 503 if server.fault == "unhealthy" else 200)
         if self.path == "/server_info":
-            return self.say({"version": "0.5.23", "speculative_num_steps": 3})
+            content = {"version": "0.5.23", "speculative_num_steps": 3}
+            return self.say({"listed": [content], "depth in words": content | {"speculative_num_steps": "3"}}.get(
+                self.server.fault, content
+            ))  # fmt: skip
         if self.path == "/v1/models":
             return self.say({"data": [{"id": "m"}]})
         if self.path == "/version":
@@ -41,6 +46,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.say({}, 404)
 
     def metrics(self):
+        if self.server.fault == "no number":
+            return "vllm:spec_decode_num_drafts_total NaN\n"
         if self.server.fault == "silent":
             return "vllm:num_requests 1\n"
         drafts, positions = self.server.drafts, self.server.positions
@@ -58,6 +65,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.fault == "dies" and len(self.server.asked) > 1:
             self.close_connection = True
             return self.connection.close()
+        if self.server.fault == "cut":
+            return self.say({"output_ids": [7]}, promised=500)
         if self.server.fault == "stuck":
             self.server.release.wait(20)
         if self.server.fault == "slow":
@@ -69,19 +78,27 @@ class Handler(BaseHTTPRequestHandler):
             for i in range(3):
                 self.server.positions[i] += sum(histogram[i + 1 :])
         tokens = [7] * (1 + sum(count * (i + 1) for i, count in enumerate(histogram)))
+        if self.server.fault == "mute":
+            tokens = []
         if self.path == "/v1/completions":
             return self.say({"choices": [{"token_ids": tokens}]})
+        if self.server.fault == "deep":
+            histogram = [*histogram, 1, 0]
+        if self.server.fault == "counts in words":
+            histogram = [str(count) for count in histogram]
         meta = {"completion_tokens": len(tokens)}
-        if self.server.fault != "silent" and sum(histogram):
-            meta |= {"spec_verify_ct": sum(histogram), "spec_correct_drafts_histogram": histogram}
+        half = self.server.fault == "half" and len(self.server.asked) > 1
+        if self.server.fault != "silent" and not half and len(tokens) > 1:
+            meta |= {"spec_verify_ct": sum(map(int, histogram)), "spec_correct_drafts_histogram": histogram}
         return self.say({"output_ids": tokens, "meta_info": meta})
 
-    def say(self, content, status=200, *, text=False):
+    def say(self, content, status=200, *, text=False, promised=None):
         data = content.encode() if text else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(promised or len(data)))
         self.end_headers()
         self.wfile.write(data)
+        self.close_connection = promised is not None
 
 
 @pytest.fixture
@@ -135,6 +152,16 @@ def test_without_a_plain_server_nothing_is_compared(start):
         ("dies", "vllm", "was lost, or answers otherwise"),
         ("silent", "sglang", "reported no counters"),
         ("silent", "vllm", "reported no counters"),
+        ("cut", "sglang", "was lost, or answers otherwise"),
+        ("cut", "vllm", "was lost, or answers otherwise"),
+        ("listed", "sglang", "by no JSON object"),
+        ("depth in words", "sglang", "no depth of its chains"),
+        ("deep", "sglang", "more accepted drafts than a chain has"),
+        ("counts in words", "sglang", "was lost, or answers otherwise"),
+        ("mute", "sglang", "answered nothing at all with the drafter"),
+        ("mute", "vllm", "answered nothing at all with the drafter"),
+        ("half", "sglang", "counters of some requests only"),
+        ("no number", "vllm", "has no metrics: vllm:spec_decode_num_drafts is NaN"),
     ],
 )
 def test_a_broken_server_is_named_in_time(start, fault, engine, words):
@@ -161,3 +188,32 @@ def test_the_time_limit_is_one_for_all_requests(start, engine, fault):
 def test_nobody_at_the_address(start):
     with pytest.raises(DraftsmithError, match="was not healthy"):
         ask("sglang", "http://127.0.0.1:9", start_limit=0.3)
+
+
+def test_a_port_that_speaks_no_http():
+    """A greeting of another protocol is no status line."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def greet():
+            with contextlib.suppress(OSError):
+                while True:
+                    with listening.accept()[0] as caller:
+                        caller.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(DraftsmithError, match="was not healthy") as error:
+            ask("sglang", f"http://127.0.0.1:{listening.getsockname()[1]}", start_limit=0.3)
+    assert "SSH-2.0" in str(error.value) or "reset" in str(error.value)
+
+
+def test_a_plain_server_that_answers_nothing_is_named(start):
+    _, url = start()
+    _, plain = start("mute")
+    with pytest.raises(DraftsmithError, match="answered nothing at all without the drafter"):
+        ask("sglang", url, plain)
+
+
+def test_the_requests_without_counters_are_listed(start):
+    _, url = start("half")
+    with pytest.raises(DraftsmithError, match="none for 1 of 3 requests: b"):
+        ask("sglang", url, concurrency=1)
