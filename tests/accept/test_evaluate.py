@@ -169,3 +169,13 @@ def test_the_converted_files_give_the_checkpoints_figures_and_the_card_shows_the
 def test_a_temperature_of_zero_is_refused(trained):
     with pytest.raises(DraftsmithError, match="above 0"):
         evaluate(trained, temperatures=(0.0,))
+
+
+def test_a_store_without_conversations_is_named(trained, tmp_path):
+    store = tmp_path / "empty"
+    store.mkdir()
+    manifest = json.loads((trained.store("heldout") / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps(manifest | {"shards": [], "planned": 0}))
+    with pytest.raises(DraftsmithError, match="no conversations") as caught:
+        evaluate(trained, store=store)
+    assert caught.value.where == store
