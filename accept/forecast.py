@@ -120,27 +120,31 @@ class Forecast:
         )
 
 
-def forecast(accept: Sequence[float], costs: Costs, most: int = MOST_STEPS) -> Forecast:
+def forecast(
+    accept: Sequence[float], costs: Costs, most: int = MOST_STEPS, lengths: Mapping[int, float] | None = None
+) -> Forecast:
     """Forecast depths 1..most.
 
     Args:
         accept: accept_i of measured chains: P(the first i+1 drafts are all right).
         costs: at one batch size.
+        lengths: depth -> accept length that was measured at that depth, which counts in place of the sum of `accept`: the
+            walk of an engine differs from depth to depth.
 
     Raises:
         DraftsmithError: values that are no probabilities, that grow, or costs that are not positive.
     """
     check_accept(accept)
-    known = list(accept)
+    known, walked = list(accept), lengths or {}
     depths = []
     for steps in range(1, most + 1):
-        gained = 1 + sum(_accept_at(known, index) for index in range(steps))
+        gained = walked.get(steps) or 1 + sum(_accept_at(known, index) for index in range(steps))
         spent = costs.round(steps)
         if spent is None:
             continue
         depths.append(
             Depth(
-                steps, gained, steps > len(known), spent, gained * costs.decode / spent, 1000 * gained / spent,
+                steps, gained, steps > len(known) and steps not in walked, spent, gained * costs.decode / spent, 1000 * gained / spent,
                 spent / costs.decode,
             )
         )  # fmt: skip
@@ -173,16 +177,17 @@ def check_accept(accept: Sequence[float]) -> None:
         )  # fmt: skip
 
 
-def read_accept(text: str) -> list[float]:
-    """Acceptance from numbers with commas, or from the JSON file that `draftsmith evaluate` wrote."""
+def read_accept(text: str) -> tuple[list[float], dict[int, float]]:
+    """Acceptance from numbers with commas, or from the JSON file that `draftsmith evaluate` wrote.
+
+    Returns:
+        accept_i of the deepest walk that was measured, and depth -> accept length of every walk that was (none with commas).
+    """
+    lengths: dict[int, float] = {}
     if Path(text).suffix == ".json":
-        found = read_json(Path(text), what="the evaluation", mend="draftsmith evaluate CONFIG")
-        served = found.get("as_served")
-        accept = served.get("accept_per_position") if isinstance(served, dict) else None
-        if not isinstance(accept, list):
-            raise DraftsmithError(
-                "the file has no as_served.accept_per_position", where=text, mend="draftsmith evaluate CONFIG"
-            )
+        accept, lengths = _evaluated(
+            read_json(Path(text), what="the evaluation", mend="draftsmith evaluate CONFIG"), text
+        )
     else:
         try:
             accept = [float(part) for part in text.split(",")]
@@ -192,7 +197,33 @@ def read_accept(text: str) -> list[float]:
                 expected="evaluate.json, or for instance 0.7,0.45,0.28",
             ) from None  # fmt: skip
     check_accept(accept)
-    return accept
+    return accept, lengths
+
+
+def _evaluated(found: Mapping[str, Any], file: str) -> tuple[list[float], dict[int, float]]:
+    """As `read_accept`, of an evaluation's content: its configured depth and `depths`."""
+    served, depths = found.get("as_served"), found.get("depths", {})
+    if not isinstance(served, dict) or not isinstance(served.get("accept_per_position"), list):
+        raise DraftsmithError(
+            "the file has no as_served.accept_per_position", where=file, mend="draftsmith evaluate CONFIG"
+        )
+    deepest, lengths = served["accept_per_position"], {}
+    entries = depths.items() if isinstance(depths, dict) else [("depths", depths)]
+    for depth, entry in entries:
+        try:
+            shares, length = entry["accept_per_position"], float(entry["accept_length"])
+            if len(shares) != int(depth) or not 1 <= length <= len(shares) + 1:
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise DraftsmithError(
+                f"depths.{depth} of the evaluation makes no sense", where=file, found=json.dumps(entry)[:200],
+                expected="accept_length within 1..depth+1, and accept_per_position of as many shares as the depth",
+                mend="draftsmith evaluate CONFIG",
+            ) from None  # fmt: skip
+        check_accept(shares)
+        lengths[int(depth)] = length
+        deepest = max(deepest, shares, key=len)
+    return deepest, lengths
 
 
 def read_verify(text: str) -> dict[int, float]:

@@ -51,14 +51,14 @@ def forecast_command(
     """
     if not 1 <= most <= 64:
         raise DraftsmithError("the depth must be 1 to 64", where="--steps", found=most)
-    accept = read_accept(acceptance)
+    accept, lengths = read_accept(acceptance)
     if url:
         found = sweep(engine, url, plain_url, decode_ms, batches)
     elif logs:
         found = costs_from_logs(logs, decode_ms)
     else:
         found = _costs(decode_ms, draft_ms, verify_ms, costs)
-    forecasts = [forecast(accept, entry, most) for entry in found]
+    forecasts = [forecast(accept, entry, most, lengths) for entry in found]
     if as_json:
         rows = [
             {**asdict(entry), "best": entry.best.steps if entry.best else None, "verdict": entry.verdict}

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from draftsmith.accept.forecast import Costs, forecast, make_costs, read_accept, read_costs, read_verify
+from draftsmith.accept.forecast_command import forecast_command
 from draftsmith.configs.errors import DraftsmithError
 
 
@@ -62,8 +63,26 @@ def test_larger_batches_can_lose_what_small_ones_gain(tmp_path):
 def test_acceptance_is_read_from_numbers_and_from_an_evaluation(tmp_path):
     file = tmp_path / "evaluate.json"
     file.write_text(json.dumps({"as_served": {"accept_per_position": [0.6, 0.3]}}))
-    assert read_accept(str(file)) == read_accept("0.6,0.3") == [0.6, 0.3]
+    assert read_accept(str(file)) == read_accept("0.6,0.3") == ([0.6, 0.3], {})
     assert read_verify("30") == {1: 30.0} and read_verify("2:22,4:30") == {2: 22.0, 4: 30.0}
+
+
+def test_an_evaluations_measured_depths_count_and_only_deeper_ones_are_extrapolated(tmp_path, capsys):
+    """The walk of an engine at depth 1 is not the first step of the walk at depth 3: 1.5 was measured, not 1.6."""
+    walks = {1: [0.5], 2: [0.55, 0.35], 3: [0.6, 0.4, 0.2], 4: [0.62, 0.42, 0.22, 0.11]}
+    depths = {str(k): {"accept_length": 1 + sum(v), "accept_per_position": v} for k, v in walks.items()}
+    file = tmp_path / "evaluate.json"
+    file.write_text(json.dumps({"draft_steps": 3, "as_served": depths["3"], "depths": depths}))
+    costs = {"decode_ms": 12, "draft_ms": 1, "verify_ms": "30", "costs": None, "png": None, "as_json": False}
+    (entry,) = forecast_command(str(file), **costs, most=6)
+    assert [depth.accept_length for depth in entry.depths[:4]] == pytest.approx([1.5, 1.9, 2.2, 2.37])
+    assert [depth.extrapolated for depth in entry.depths] == [False] * 4 + [True] * 2
+    assert entry.depths[4].accept_length == pytest.approx(2.37 + 0.11 * 0.11 / 0.22)
+    assert "beyond the 4 measured" in " ".join(capsys.readouterr().err.split())
+    depths["2"]["accept_length"] = 3.5
+    file.write_text(json.dumps({"as_served": depths["3"], "depths": depths}))
+    with pytest.raises(DraftsmithError, match=r"depths\.2"):
+        read_accept(str(file))
 
 
 @pytest.mark.parametrize("text", ["0.5,0.6", "1.2", "-0.1", "a,b", "", "nan"])
