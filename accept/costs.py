@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 from draftsmith.accept.forecast import Costs, make_rounds
 from draftsmith.configs.console import console, warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.convert.engine_loader import Engine
+
+if TYPE_CHECKING:
+    from draftsmith.accept.remote import Server
 
 SGLANG = re.compile(
     r"#running-req: (\d+),.*?(?:accept len: ([\d.]+), accept rate: ([\d.]+),.*?)?gen throughput \(token/s\): ([\d.]+)"
@@ -31,6 +34,9 @@ VLLM_DRAFTS = re.compile(
 
 UNTOLD, MOST_DRAFTS = -1, 64
 """The depth of a line that does not tell it; the deepest that is thought of."""
+
+HEALTHY_WITHIN = 10.0
+"""Seconds for a server to say that it is healthy."""
 
 SHORT, LONG = 16, 80
 """New tokens of the two passes of a sweep; their difference has no prefill in it."""
@@ -187,7 +193,7 @@ def sweep(
     found: dict[int, dict[int, float]] = {batch: {} for batch in batches}
     for url in urls:
         server = Server(engine, url, limit, patience)
-        server.wait(10.0)
+        _reach(server)
         depth = server.depth()
         if not depth:
             raise DraftsmithError(
@@ -202,7 +208,7 @@ def sweep(
             )
     if plain_url:
         server = Server(engine, plain_url, limit, patience)
-        server.wait(10.0)
+        _reach(server)
         for batch in batches:
             found[batch][0] = _measure(server, batch, drafted=False)
             console.print(f"  {server.title}: {batch} at once, plain: {found[batch][0]:.2f} ms", highlight=False)
@@ -211,7 +217,18 @@ def sweep(
     return _paired(found, "servers")
 
 
-def _measure(server: Any, batch: int, *, drafted: bool) -> float:
+def _reach(server: Server) -> None:
+    """Stop if the server is not healthy by now: a forecast waits for none to start."""
+    try:
+        server.wait(HEALTHY_WITHIN)
+    except DraftsmithError as error:
+        raise DraftsmithError(
+            error.problem, where=error.where, found=error.found, expected=error.expected,
+            mend="start it, and forecast once it answers /health; or check the URL",
+        ) from None  # fmt: skip
+
+
+def _measure(server: Server, batch: int, *, drafted: bool) -> float:
     """Milliseconds of a round (or of a decode step)."""
     spent, rounds = [], []
     for number, new_tokens in enumerate((SHORT, SHORT, LONG)):  # the first warms up

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.configs.console import warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json
 from draftsmith.configs.picture import picture
@@ -27,6 +28,8 @@ from draftsmith.configs.picture import picture
 MOST_STEPS = 8
 WORTH = 1.05
 """A speed-up below this is lost in the noise of a server."""
+NOISE = 0.05
+"""A larger call that costs less by no more than this share was measured badly; by more, it was not that call."""
 
 EXAMPLE = '{"1": {"decode_ms": 12, "draft_ms": 1, "verify_ms": {"2": 22, "4": 30}}}'
 
@@ -62,11 +65,13 @@ class Costs:
 
 
 def _on_the_line(known: Mapping[int, float], at: int) -> float:
-    """The line through the two known sizes around `at`, or the nearest two."""
+    """The line through the two known sizes around `at`, or the nearest two; more never costs less outside all of them."""
     sizes = sorted(known)
     above = next((index for index, size in enumerate(sizes) if size >= at), len(sizes) - 1)
     first, second = sizes[max(0, above - 1)], sizes[max(1, above)]
     slope = (known[second] - known[first]) / (second - first)
+    if slope < 0 and not sizes[0] <= at <= sizes[-1]:
+        return known[sizes[0] if at < sizes[0] else sizes[-1]]
     return max(1e-9, known[first] + slope * (at - first))
 
 
@@ -227,17 +232,23 @@ def _evaluated(found: Mapping[str, Any], file: str) -> tuple[list[float], dict[i
 
 
 def read_verify(text: str) -> dict[int, float]:
-    """`30` (whatever the depth) or `2:22,4:30` (positions:milliseconds)."""
+    """`30` (whatever the depth) or `2:22,4:30` (positions:milliseconds, each number of positions once)."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
         if len(pairs) == 1 and len(pairs[0]) == 1:
             return {1: float(pairs[0][0])}
-        return {int(size): float(cost) for size, cost in pairs}
+        costs = [(int(size), float(cost)) for size, cost in pairs]
     except ValueError:
         raise DraftsmithError(
             "the cost of verifying is not understood", where="--verify-ms", found=text,
             expected="30, or positions:milliseconds like 2:22,4:30",
         ) from None  # fmt: skip
+    if len(dict(costs)) < len(costs):
+        raise DraftsmithError(
+            "a number of positions has two costs", where="--verify-ms", found=text, expected="each number of positions once",
+            mend="keep one of them, or their mean",
+        )  # fmt: skip
+    return dict(costs)
 
 
 def read_costs(file: Path) -> list[Costs]:
@@ -269,8 +280,44 @@ def read_costs(file: Path) -> list[Costs]:
 
 
 def make_costs(batch: int, decode: Any, draft: Any, verify: Mapping[int, Any]) -> Costs:
-    """Costs, if every one is a positive number of milliseconds (a draft may cost nothing)."""
-    numbers = {"decode": decode, "draft": draft, **{f"verify at {size}": cost for size, cost in verify.items()}}
+    """Costs, if every one is a positive number of milliseconds (a draft may cost nothing) and verifying more costs no less."""
+    known = _positive(batch, decode, draft, verify)
+    if (fall := falling(known)) is not None:
+        few, many = fall
+        raise DraftsmithError(
+            "verifying more positions cannot cost less", where=f"verify costs at batch size {batch}",
+            found=f"{few} positions {known[few]:g} ms, {many} positions {known[many]:g} ms",
+            expected=f"costs that grow with the positions, or fall by at most {NOISE:.0%} (noise)",
+            mend="measure both again, or pass one cost for all depths",
+        )  # fmt: skip
+    return Costs(batch, float(decode), float(draft), known)
+
+
+def make_rounds(batch: int, decode: Any, rounds: Mapping[int, Any]) -> Costs:
+    """Costs of a server whose rounds were measured whole, by depth; a warning where a deeper round costs less."""
+    if not rounds:
+        raise DraftsmithError(
+            "no round was measured", where=f"batch size {batch}", expected="milliseconds by drafted tokens"
+        )
+    known = _positive(batch, decode, 0, rounds)
+    if (fall := falling(known)) is not None:
+        few, many = fall
+        warn(
+            f"batch size {batch}: a round of {many} drafts took {known[many]:.1f} ms, one of {few} {known[few]:.1f} ms: "
+            "measure again, under the same load"
+        )
+    return Costs(batch, float(decode), 0.0, {}, known)
+
+
+def falling(known: Mapping[int, float]) -> tuple[int, int] | None:
+    """The first two sizes of which the larger costs less, by more than noise."""
+    pairs = itertools.combinations(sorted(known), 2)
+    return next(((few, many) for few, many in pairs if known[many] < (1 - NOISE) * known[few]), None)
+
+
+def _positive(batch: int, decode: Any, draft: Any, by_size: Mapping[int, Any]) -> dict[int, float]:
+    """`by_size` as numbers; an error if these or the other costs are not milliseconds."""
+    numbers = {"decode": decode, "draft": draft, **{f"verify at {size}": cost for size, cost in by_size.items()}}
     for label, value in numbers.items():
         if type(value) not in (int, float) or not 0 <= value < float("inf") or (value == 0 and label != "draft"):
             raise DraftsmithError(
@@ -278,19 +325,11 @@ def make_costs(batch: int, decode: Any, draft: Any, verify: Mapping[int, Any]) -
                 where=f"batch size {batch}",
                 found=value,
             )
-    if not verify or min(verify) < 1 or batch < 1:
-        raise DraftsmithError("positions and batch sizes count from 1", where=f"batch size {batch}", found=dict(verify))
-    return Costs(batch, float(decode), float(draft), {size: float(cost) for size, cost in verify.items()})
-
-
-def make_rounds(batch: int, decode: Any, rounds: Mapping[int, Any]) -> Costs:
-    """Costs of a server whose rounds were measured whole, by depth."""
-    if not rounds:
+    if not by_size or min(by_size) < 1 or batch < 1:
         raise DraftsmithError(
-            "no round was measured", where=f"batch size {batch}", expected="milliseconds by drafted tokens"
+            "positions and batch sizes count from 1", where=f"batch size {batch}", found=dict(by_size)
         )
-    made = make_costs(batch, decode, 0, rounds)
-    return Costs(batch, made.decode, 0.0, {}, made.verify)
+    return {size: float(cost) for size, cost in by_size.items()}
 
 
 def draw(forecasts: Sequence[Forecast], file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -172,3 +173,12 @@ def test_a_sweep_measures_rounds_without_the_prefill(clocks):
         assert costs.rounds[3] == pytest.approx(30, rel=0.4) and costs.decode == pytest.approx(10, rel=0.4)
     with pytest.raises(DraftsmithError, match="does not say how many tokens"):
         sweep("sglang", [plain], None, None, [1])
+
+
+def test_a_server_that_is_not_there_is_not_mended_with_an_option_that_forecast_lacks(monkeypatch):
+    monkeypatch.setattr("draftsmith.accept.costs.HEALTHY_WITHIN", 0.3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # bound, not listening
+        with pytest.raises(DraftsmithError, match="not healthy") as caught:
+            sweep("sglang", [f"http://127.0.0.1:{free.getsockname()[1]}"], None, 12.0, [1])
+    assert "--start-timeout" not in str(caught.value) and "/health" in caught.value.mend

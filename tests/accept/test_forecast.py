@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from draftsmith.accept.forecast import Costs, forecast, make_costs, read_accept, read_costs, read_verify
+from draftsmith.accept.forecast import Costs, forecast, make_costs, make_rounds, read_accept, read_costs, read_verify
 from draftsmith.accept.forecast_command import forecast_command
 from draftsmith.configs.errors import DraftsmithError
 
@@ -98,6 +99,40 @@ def test_what_is_no_acceptance_is_refused(text):
 def test_what_is_no_cost_is_refused(decode, draft, verify):
     with pytest.raises(DraftsmithError):
         make_costs(1, decode, draft, verify)
+
+
+def test_verify_costs_that_contradict_are_refused(capsys):
+    with pytest.raises(DraftsmithError, match="two costs"):
+        read_verify("2:30,2:40")
+    with pytest.raises(DraftsmithError, match="cannot cost less"):
+        make_costs(1, 12.0, 1.0, {2: 30.0, 4: 10.0})
+    with pytest.raises(DraftsmithError, match="cannot cost less"):
+        make_costs(1, 12.0, 1.0, {2: 30.0, 3: 29.0, 4: 28.0})
+    # Noise is none of our business, but no line through it reaches down to nothing, or up, beyond what was measured.
+    noisy = make_costs(1, 12.0, 1.0, {2: 30.0, 4: 29.0})
+    assert [noisy.verifying(n) for n in (1, 2, 3, 4, 65)] == [30.0, 30.0, 29.5, 29.0, 29.0]
+    rounds = make_rounds(1, 12.0, {2: 30.0, 4: 10.0})
+    assert rounds.round(8) == 10.0 and "measure again" in capsys.readouterr().err
+
+
+LEAVES = {
+    "url and log": ({"url": ["http://127.0.0.1:9"], "logs": [Path("a.log")]}, "--url and --log"),
+    "log and costs": ({"logs": [Path("a.log")], "costs": Path("c.json")}, "--log and --costs"),
+    "log and draft": ({"logs": [Path("a.log")], "draft_ms": 1.0}, "--draft-ms would be ignored"),
+    "costs and decode": ({"costs": Path("c.json"), "decode_ms": 12.0}, "--decode-ms would be ignored"),
+    "two plain": (
+        {"url": ["http://127.0.0.1:9"], "plain_url": "http://127.0.0.1:9", "decode_ms": 12.0},
+        "--decode-ms would be ignored",
+    ),
+    "plain alone": ({"plain_url": "http://127.0.0.1:9"}, "--plain-url alone"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), LEAVES.values(), ids=list(LEAVES))
+def test_no_option_is_ignored(options, said):
+    nothing = {"decode_ms": None, "draft_ms": None, "verify_ms": None, "costs": None, "most": 8, "png": None}
+    with pytest.raises(DraftsmithError, match=said):
+        forecast_command("0.7,0.4", **(nothing | options), engine="sglang", as_json=False)
 
 
 def test_the_command_says_the_truth_and_draws_it(tmp_path):
