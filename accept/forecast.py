@@ -30,6 +30,8 @@ WORTH = 1.05
 """A speed-up below this is lost in the noise of a server."""
 NOISE = 0.05
 """A larger call that costs less by no more than this share was measured badly; by more, it was not that call."""
+MOST_TICKS = 16
+"""Depths that are written below a picture; of more, every second, third and so on."""
 
 EXAMPLE = '{"1": {"decode_ms": 12, "draft_ms": 1, "verify_ms": {"2": 22, "4": 30}}}'
 
@@ -333,20 +335,39 @@ def _positive(batch: int, decode: Any, draft: Any, by_size: Mapping[int, Any]) -
 
 
 def draw(forecasts: Sequence[Forecast], file: Path) -> None:
-    """Speed-up by depth, one line a batch size, as a PNG that replaces an older one whole."""
+    """Speed-up by depth, one line a batch size (bars where each has one depth), as a PNG that replaces an older one whole."""
     with picture(file, size=(7, 4.2)) as axis:
-        for entry in forecasts:
-            steps = [depth.steps for depth in entry.depths]
-            speedups = [depth.speedup for depth in entry.depths]
-            (line,) = axis.plot(steps, speedups, marker="o", label=f"batch {entry.costs.batch}")
-            if entry.best is not None:
-                circle = {"markersize": 12, "markerfacecolor": "none", "color": line.get_color()}
-                axis.plot(entry.best.steps, entry.best.speedup, "o", **circle)
-        axis.axhline(1.0, color="black", linewidth=1)
-        across = axis.get_yaxis_transform()
-        axis.text(0.995, 1.0, "without a drafter", transform=across, ha="right", va="bottom", fontsize="small")
-        axis.set_xlabel("drafted tokens a chain")
-        axis.set_ylabel("speed-up")
-        axis.set_title("forecast (circle: the depth to deploy)")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
+        paint(axis, forecasts)
+
+
+def paint(axis: Any, forecasts: Sequence[Forecast]) -> None:
+    """The same on matplotlib's axes: whole depths across, and bars from zero."""
+    depths = sorted({depth.steps for entry in forecasts for depth in entry.depths})
+    single = all(len(entry.depths) == 1 for entry in forecasts)
+    width = 0.8 / len(forecasts)
+    for number, entry in enumerate(forecasts):
+        steps = [depth.steps for depth in entry.depths]
+        speedups = [depth.speedup for depth in entry.depths]
+        label, aside = f"batch {entry.costs.batch}", 0.0
+        if single:
+            aside = (number - (len(forecasts) - 1) / 2) * width
+            axis.bar([steps[0] + aside], speedups, width * 0.9, label=label)
+            color = "black"
+        else:
+            (line,) = axis.plot(steps, speedups, marker="o", label=label)
+            color = line.get_color()
+        if entry.best is not None:
+            circle = {"markersize": 12, "markerfacecolor": "none", "color": color}
+            axis.plot(entry.best.steps + aside, entry.best.speedup, "o", **circle)
+    axis.set_xticks(depths[:: -(-len(depths) // MOST_TICKS)])
+    if single:
+        axis.set_xlim(depths[0] - 1, depths[-1] + 1)
+        axis.set_ylim(0, 1.15 * max(1.0, *(depth.speedup for entry in forecasts for depth in entry.depths)))
+    axis.axhline(1.0, color="black", linewidth=1)
+    across = axis.get_yaxis_transform()
+    axis.text(0.995, 1.0, "without a drafter", transform=across, ha="right", va="bottom", fontsize="small")
+    axis.set_xlabel("drafted tokens a chain")
+    axis.set_ylabel("speed-up")
+    axis.set_title("forecast (circle: the depth to deploy)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.accept.forecast import Costs, forecast, make_costs, make_rounds, read_accept, read_costs, read_verify
+from draftsmith.accept.forecast import (
+    Costs,
+    draw,
+    forecast,
+    make_costs,
+    make_rounds,
+    paint,
+    read_accept,
+    read_costs,
+    read_verify,
+)
 from draftsmith.accept.forecast_command import forecast_command
 from draftsmith.configs.errors import DraftsmithError
 
@@ -146,3 +156,23 @@ def test_the_command_says_the_truth_and_draws_it(tmp_path):
     rows = json.loads(run("0.55,0.3,0.15", *costs, "--json").stdout)
     assert rows[0]["best"] is None and len(rows[0]["depths"]) == 8
     assert run("0.55", "--decode-ms", "12").returncode == 2
+
+
+def test_the_picture_has_whole_depths_and_bars_where_there_is_one(tmp_path):
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    one, two = (
+        forecast([0.7, 0.5, 0.3], make_rounds(batch, 12.0, {3: cost})) for batch, cost in ((1, 20.0), (4, 40.0))
+    )
+    paint(axis, [one, two])
+    assert list(axis.get_xticks()) == [3] and axis.get_xlim() == (2, 4) and axis.get_ylim()[0] == 0
+    assert [bar.get_height() for bar in axis.patches] == pytest.approx([2.5 * 12 / 20, 2.5 * 12 / 40])
+    left, right = (bar.get_x() for bar in axis.patches)
+    assert left + axis.patches[0].get_width() <= right  # beside each other
+
+    axis = Figure().subplots()
+    paint(axis, [forecast([0.7, 0.5, 0.3], Costs(1, 12.0, 1.0, {1: 13.0}), 4)])
+    assert list(axis.get_xticks()) == [1, 2, 3, 4] and not axis.patches
+    draw([one], tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"
