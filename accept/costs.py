@@ -6,26 +6,37 @@ the round takes 1000 n L / (tokens a second) milliseconds, and a plain decode st
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 from draftsmith.accept.forecast import Costs, make_rounds
-from draftsmith.configs.console import console
+from draftsmith.configs.console import console, warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.convert.engine_loader import Engine
+
+if TYPE_CHECKING:
+    from draftsmith.accept.remote import Server
 
 SGLANG = re.compile(
     r"#running-req: (\d+),.*?(?:accept len: ([\d.]+), accept rate: ([\d.]+),.*?)?gen throughput \(token/s\): ([\d.]+)"
 )
+SGLANG_STEPS = re.compile(r"speculative_num_steps=(\d+)")
 VLLM = re.compile(r"Avg generation throughput: ([\d.]+) tokens/s, Running: (\d+) reqs")
 VLLM_DRAFTS = re.compile(
     r"SpecDecoding metrics: Mean acceptance length: ([\d.]+),.*Per-position acceptance rate: ([\d., ]+?), Avg"
 )
+
+UNTOLD, MOST_DRAFTS = -1, 64
+"""The depth of a line that does not tell it; the deepest that is thought of."""
+
+HEALTHY_WITHIN = 10.0
+"""Seconds for a server to say that it is healthy."""
 
 SHORT, LONG = 16, 80
 """New tokens of the two passes of a sweep; their difference has no prefill in it."""
@@ -53,14 +64,15 @@ def costs_from_logs(files: Sequence[Path], decode_ms: float | None = None) -> li
         decode_ms: a plain decode step at batch size 1, where no log is of an engine without the drafter.
 
     Raises:
-        DraftsmithError: a log without such lines, or no batch size that was run both with and without the drafter.
+        DraftsmithError: a log without such lines or of several depths, or no batch size that was run both with and without the drafter.
     """
     rounds: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
         try:
-            lines = list(read_log(file.read_text(errors="replace")))
+            text = file.read_text(errors="replace")
         except OSError as error:
             raise DraftsmithError(f"the log cannot be read: {error}", where=file) from None
+        lines = read_log(text, file)
         if not lines:
             raise DraftsmithError(
                 "the log has no line that tells an engine's throughput", where=file,
@@ -74,8 +86,17 @@ def costs_from_logs(files: Sequence[Path], decode_ms: float | None = None) -> li
     return _paired({batch: {d: median(v) for d, v in found.items()} for batch, found in rounds.items()}, "logs")
 
 
-def read_log(text: str) -> Iterator[Line]:
-    """The reports of an SGLang or vLLM log; those without running requests or tokens are left out."""
+def read_log(text: str, where: object = "log") -> list[Line]:
+    """The reports of an SGLang or vLLM log; those without running requests or tokens are left out.
+
+    A log is of one server, so its lines with drafts have one depth. vLLM tells it; SGLang tells accepted drafts a round
+    and the share of drafts accepted, both rounded, so that one line alone fits several depths.
+
+    Raises:
+        DraftsmithError: no depth fits all lines.
+    """
+    reports: list[Line] = []
+    rounded: list[tuple[str, str]] = []
     reported: tuple[int, float] | None = None
     for row in text.splitlines():
         if found := SGLANG.search(row):
@@ -83,18 +104,67 @@ def read_log(text: str) -> Iterator[Line]:
             if not running or not speed:
                 continue
             if length is None:
-                yield Line(running, speed, 0, 1.0)
-            elif float(rate) > 0:  # accepted drafts over drafts gives the depth
-                yield Line(running, speed, round((float(length) - 1) / float(rate)), float(length))
+                reports.append(Line(running, speed, 0, 1.0))
+            elif float(rate) > 0:
+                reports.append(Line(running, speed, UNTOLD, float(length)))
+                rounded.append((length, rate))
         elif found := VLLM.search(row):
             if reported is not None:
-                yield Line(*reported, 0, 1.0)
+                reports.append(Line(*reported, 0, 1.0))
             reported = (int(found[2]), float(found[1])) if int(found[2]) and float(found[1]) else None
         elif (found := VLLM_DRAFTS.search(row)) and reported is not None:
-            yield Line(*reported, len(found[2].split(",")), float(found[1]))
+            reports.append(Line(*reported, len(found[2].split(",")), float(found[1])))
             reported = None
     if reported is not None:
-        yield Line(*reported, 0, 1.0)
+        reports.append(Line(*reported, 0, 1.0))
+    if rounded:
+        depth = _depth(rounded, SGLANG_STEPS.findall(text), where)
+        reports = [replace(line, depth=depth) if line.depth == UNTOLD else line for line in reports]
+    told = sorted({line.depth for line in reports} - {0})
+    if len(told) > 1:
+        raise _several(where, f"rounds of {', '.join(map(str, told))} drafts")
+    return reports
+
+
+def _depth(rounded: Sequence[tuple[str, str]], stated: Sequence[str], where: object) -> int:
+    """The one depth that fits every (accept length, accept rate) within rounding: (length - 1) / rate.
+
+    Where several fit, the one that the server's arguments state; else the likeliest, precise lines weighing most, and a
+    warning.
+    """
+    low, high, likeliest, weights = 1, MOST_DRAFTS, 0.0, 0.0
+    for length, rate in rounded:
+        accepted, share = float(length) - 1, float(rate)
+        off, share_off = _half_unit(length), _half_unit(rate)
+        low = max(low, math.ceil((accepted - off) / (share + share_off)))
+        if share > share_off:
+            high = min(high, math.floor((accepted + off) / (share - share_off)))
+        weight = share**2  # the error of the quotient goes with 1 / rate
+        likeliest, weights = likeliest + weight * accepted / share, weights + weight
+    if low > high:
+        quotients = [(float(length) - 1) / float(rate) for length, rate in rounded]
+        raise _several(
+            where,
+            f"(accept length - 1) / accept rate from {min(quotients):.2f} to {max(quotients):.2f} in {len(rounded)} lines",
+        )
+    named = {int(steps) for steps in stated if low <= int(steps) <= high}
+    if low < high and len(named) != 1:
+        depth = min(max(round(likeliest / weights), low), high)
+        warn(f"{where}: the rounded figures fit {low} to {high} drafts a round; taken for {depth}, the likeliest")
+        return depth
+    return named.pop() if low < high else low
+
+
+def _half_unit(number: str) -> float:
+    """How far a printed number may be from the true one."""
+    return 0.5 * 10.0 ** -len(number.partition(".")[2]) + 1e-9
+
+
+def _several(where: object, found: str) -> DraftsmithError:
+    return DraftsmithError(
+        "the log's lines are of several depths", where=where, found=found, expected="the rounds of one server, all of one depth",
+        mend="cut the log to one run of the server, and give each depth's log with its own --log",
+    )  # fmt: skip
 
 
 def sweep(
@@ -123,7 +193,7 @@ def sweep(
     found: dict[int, dict[int, float]] = {batch: {} for batch in batches}
     for url in urls:
         server = Server(engine, url, limit, patience)
-        server.wait(10.0)
+        _reach(server)
         depth = server.depth()
         if not depth:
             raise DraftsmithError(
@@ -138,7 +208,7 @@ def sweep(
             )
     if plain_url:
         server = Server(engine, plain_url, limit, patience)
-        server.wait(10.0)
+        _reach(server)
         for batch in batches:
             found[batch][0] = _measure(server, batch, drafted=False)
             console.print(f"  {server.title}: {batch} at once, plain: {found[batch][0]:.2f} ms", highlight=False)
@@ -147,7 +217,18 @@ def sweep(
     return _paired(found, "servers")
 
 
-def _measure(server: Any, batch: int, *, drafted: bool) -> float:
+def _reach(server: Server) -> None:
+    """Stop if the server is not healthy by now: a forecast waits for none to start."""
+    try:
+        server.wait(HEALTHY_WITHIN)
+    except DraftsmithError as error:
+        raise DraftsmithError(
+            error.problem, where=error.where, found=error.found, expected=error.expected,
+            mend="start it, and forecast once it answers /health; or check the URL",
+        ) from None  # fmt: skip
+
+
+def _measure(server: Server, batch: int, *, drafted: bool) -> float:
     """Milliseconds of a round (or of a decode step)."""
     spent, rounds = [], []
     for number, new_tokens in enumerate((SHORT, SHORT, LONG)):  # the first warms up

@@ -23,6 +23,7 @@ from draftsmith.configs.schema import RunConfig
 from draftsmith.configs.target import Target, read_target
 from draftsmith.convert.canonical import CanonicalDrafter
 from draftsmith.convert.engine_forward import load_drafter
+from draftsmith.convert.identity import weight_digests
 from draftsmith.convert.read import read_drafter
 from draftsmith.convert.tensors import read_array
 from draftsmith.data.conversations import read_conversations
@@ -98,6 +99,7 @@ def evaluate(
     content: dict[str, Any] = {
         "drafter": str(canonical.origin),
         "dialect": canonical.dialect,
+        "weights": weight_digests(canonical),
         "store": str(reader.path),
         "trained_on": trained,
         **measured.model_dump(mode="json"),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.configs.console import warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import read_json
 from draftsmith.configs.picture import picture
@@ -27,6 +28,10 @@ from draftsmith.configs.picture import picture
 MOST_STEPS = 8
 WORTH = 1.05
 """A speed-up below this is lost in the noise of a server."""
+NOISE = 0.05
+"""A larger call that costs less by no more than this share was measured badly; by more, it was not that call."""
+MOST_TICKS = 16
+"""Depths that are written below a picture; of more, every second, third and so on."""
 
 EXAMPLE = '{"1": {"decode_ms": 12, "draft_ms": 1, "verify_ms": {"2": 22, "4": 30}}}'
 
@@ -62,11 +67,13 @@ class Costs:
 
 
 def _on_the_line(known: Mapping[int, float], at: int) -> float:
-    """The line through the two known sizes around `at`, or the nearest two."""
+    """The line through the two known sizes around `at`, or the nearest two; more never costs less outside all of them."""
     sizes = sorted(known)
     above = next((index for index, size in enumerate(sizes) if size >= at), len(sizes) - 1)
     first, second = sizes[max(0, above - 1)], sizes[max(1, above)]
     slope = (known[second] - known[first]) / (second - first)
+    if slope < 0 and not sizes[0] <= at <= sizes[-1]:
+        return known[sizes[0] if at < sizes[0] else sizes[-1]]
     return max(1e-9, known[first] + slope * (at - first))
 
 
@@ -120,27 +127,31 @@ class Forecast:
         )
 
 
-def forecast(accept: Sequence[float], costs: Costs, most: int = MOST_STEPS) -> Forecast:
+def forecast(
+    accept: Sequence[float], costs: Costs, most: int = MOST_STEPS, lengths: Mapping[int, float] | None = None
+) -> Forecast:
     """Forecast depths 1..most.
 
     Args:
         accept: accept_i of measured chains: P(the first i+1 drafts are all right).
         costs: at one batch size.
+        lengths: depth -> accept length that was measured at that depth, which counts in place of the sum of `accept`: the
+            walk of an engine differs from depth to depth.
 
     Raises:
         DraftsmithError: values that are no probabilities, that grow, or costs that are not positive.
     """
     check_accept(accept)
-    known = list(accept)
+    known, walked = list(accept), lengths or {}
     depths = []
     for steps in range(1, most + 1):
-        gained = 1 + sum(_accept_at(known, index) for index in range(steps))
+        gained = walked.get(steps) or 1 + sum(_accept_at(known, index) for index in range(steps))
         spent = costs.round(steps)
         if spent is None:
             continue
         depths.append(
             Depth(
-                steps, gained, steps > len(known), spent, gained * costs.decode / spent, 1000 * gained / spent,
+                steps, gained, steps > len(known) and steps not in walked, spent, gained * costs.decode / spent, 1000 * gained / spent,
                 spent / costs.decode,
             )
         )  # fmt: skip
@@ -173,16 +184,17 @@ def check_accept(accept: Sequence[float]) -> None:
         )  # fmt: skip
 
 
-def read_accept(text: str) -> list[float]:
-    """Acceptance from numbers with commas, or from the JSON file that `draftsmith evaluate` wrote."""
+def read_accept(text: str) -> tuple[list[float], dict[int, float]]:
+    """Acceptance from numbers with commas, or from the JSON file that `draftsmith evaluate` wrote.
+
+    Returns:
+        accept_i of the deepest walk that was measured, and depth -> accept length of every walk that was (none with commas).
+    """
+    lengths: dict[int, float] = {}
     if Path(text).suffix == ".json":
-        found = read_json(Path(text), what="the evaluation", mend="draftsmith evaluate CONFIG")
-        served = found.get("as_served")
-        accept = served.get("accept_per_position") if isinstance(served, dict) else None
-        if not isinstance(accept, list):
-            raise DraftsmithError(
-                "the file has no as_served.accept_per_position", where=text, mend="draftsmith evaluate CONFIG"
-            )
+        accept, lengths = _evaluated(
+            read_json(Path(text), what="the evaluation", mend="draftsmith evaluate CONFIG"), text
+        )
     else:
         try:
             accept = [float(part) for part in text.split(",")]
@@ -192,21 +204,53 @@ def read_accept(text: str) -> list[float]:
                 expected="evaluate.json, or for instance 0.7,0.45,0.28",
             ) from None  # fmt: skip
     check_accept(accept)
-    return accept
+    return accept, lengths
+
+
+def _evaluated(found: Mapping[str, Any], file: str) -> tuple[list[float], dict[int, float]]:
+    """As `read_accept`, of an evaluation's content: its configured depth and `depths`."""
+    served, depths = found.get("as_served"), found.get("depths", {})
+    if not isinstance(served, dict) or not isinstance(served.get("accept_per_position"), list):
+        raise DraftsmithError(
+            "the file has no as_served.accept_per_position", where=file, mend="draftsmith evaluate CONFIG"
+        )
+    deepest, lengths = served["accept_per_position"], {}
+    entries = depths.items() if isinstance(depths, dict) else [("depths", depths)]
+    for depth, entry in entries:
+        try:
+            shares, length = entry["accept_per_position"], float(entry["accept_length"])
+            if len(shares) != int(depth) or not 1 <= length <= len(shares) + 1:
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise DraftsmithError(
+                f"depths.{depth} of the evaluation makes no sense", where=file, found=json.dumps(entry)[:200],
+                expected="accept_length within 1..depth+1, and accept_per_position of as many shares as the depth",
+                mend="draftsmith evaluate CONFIG",
+            ) from None  # fmt: skip
+        check_accept(shares)
+        lengths[int(depth)] = length
+        deepest = max(deepest, shares, key=len)
+    return deepest, lengths
 
 
 def read_verify(text: str) -> dict[int, float]:
-    """`30` (whatever the depth) or `2:22,4:30` (positions:milliseconds)."""
+    """`30` (whatever the depth) or `2:22,4:30` (positions:milliseconds, each number of positions once)."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
         if len(pairs) == 1 and len(pairs[0]) == 1:
             return {1: float(pairs[0][0])}
-        return {int(size): float(cost) for size, cost in pairs}
+        costs = [(int(size), float(cost)) for size, cost in pairs]
     except ValueError:
         raise DraftsmithError(
             "the cost of verifying is not understood", where="--verify-ms", found=text,
             expected="30, or positions:milliseconds like 2:22,4:30",
         ) from None  # fmt: skip
+    if len(dict(costs)) < len(costs):
+        raise DraftsmithError(
+            "a number of positions has two costs", where="--verify-ms", found=text, expected="each number of positions once",
+            mend="keep one of them, or their mean",
+        )  # fmt: skip
+    return dict(costs)
 
 
 def read_costs(file: Path) -> list[Costs]:
@@ -238,8 +282,44 @@ def read_costs(file: Path) -> list[Costs]:
 
 
 def make_costs(batch: int, decode: Any, draft: Any, verify: Mapping[int, Any]) -> Costs:
-    """Costs, if every one is a positive number of milliseconds (a draft may cost nothing)."""
-    numbers = {"decode": decode, "draft": draft, **{f"verify at {size}": cost for size, cost in verify.items()}}
+    """Costs, if every one is a positive number of milliseconds (a draft may cost nothing) and verifying more costs no less."""
+    known = _positive(batch, decode, draft, verify)
+    if (fall := falling(known)) is not None:
+        few, many = fall
+        raise DraftsmithError(
+            "verifying more positions cannot cost less", where=f"verify costs at batch size {batch}",
+            found=f"{few} positions {known[few]:g} ms, {many} positions {known[many]:g} ms",
+            expected=f"costs that grow with the positions, or fall by at most {NOISE:.0%} (noise)",
+            mend="measure both again, or pass one cost for all depths",
+        )  # fmt: skip
+    return Costs(batch, float(decode), float(draft), known)
+
+
+def make_rounds(batch: int, decode: Any, rounds: Mapping[int, Any]) -> Costs:
+    """Costs of a server whose rounds were measured whole, by depth; a warning where a deeper round costs less."""
+    if not rounds:
+        raise DraftsmithError(
+            "no round was measured", where=f"batch size {batch}", expected="milliseconds by drafted tokens"
+        )
+    known = _positive(batch, decode, 0, rounds)
+    if (fall := falling(known)) is not None:
+        few, many = fall
+        warn(
+            f"batch size {batch}: a round of {many} drafts took {known[many]:.1f} ms, one of {few} {known[few]:.1f} ms: "
+            "measure again, under the same load"
+        )
+    return Costs(batch, float(decode), 0.0, {}, known)
+
+
+def falling(known: Mapping[int, float]) -> tuple[int, int] | None:
+    """The first two sizes of which the larger costs less, by more than noise."""
+    pairs = itertools.combinations(sorted(known), 2)
+    return next(((few, many) for few, many in pairs if known[many] < (1 - NOISE) * known[few]), None)
+
+
+def _positive(batch: int, decode: Any, draft: Any, by_size: Mapping[int, Any]) -> dict[int, float]:
+    """`by_size` as numbers; an error if these or the other costs are not milliseconds."""
+    numbers = {"decode": decode, "draft": draft, **{f"verify at {size}": cost for size, cost in by_size.items()}}
     for label, value in numbers.items():
         if type(value) not in (int, float) or not 0 <= value < float("inf") or (value == 0 and label != "draft"):
             raise DraftsmithError(
@@ -247,36 +327,47 @@ def make_costs(batch: int, decode: Any, draft: Any, verify: Mapping[int, Any]) -
                 where=f"batch size {batch}",
                 found=value,
             )
-    if not verify or min(verify) < 1 or batch < 1:
-        raise DraftsmithError("positions and batch sizes count from 1", where=f"batch size {batch}", found=dict(verify))
-    return Costs(batch, float(decode), float(draft), {size: float(cost) for size, cost in verify.items()})
-
-
-def make_rounds(batch: int, decode: Any, rounds: Mapping[int, Any]) -> Costs:
-    """Costs of a server whose rounds were measured whole, by depth."""
-    if not rounds:
+    if not by_size or min(by_size) < 1 or batch < 1:
         raise DraftsmithError(
-            "no round was measured", where=f"batch size {batch}", expected="milliseconds by drafted tokens"
+            "positions and batch sizes count from 1", where=f"batch size {batch}", found=dict(by_size)
         )
-    made = make_costs(batch, decode, 0, rounds)
-    return Costs(batch, made.decode, 0.0, {}, made.verify)
+    return {size: float(cost) for size, cost in by_size.items()}
 
 
 def draw(forecasts: Sequence[Forecast], file: Path) -> None:
-    """Speed-up by depth, one line a batch size, as a PNG that replaces an older one whole."""
+    """Speed-up by depth, one line a batch size (bars where each has one depth), as a PNG that replaces an older one whole."""
     with picture(file, size=(7, 4.2)) as axis:
-        for entry in forecasts:
-            steps = [depth.steps for depth in entry.depths]
-            speedups = [depth.speedup for depth in entry.depths]
-            (line,) = axis.plot(steps, speedups, marker="o", label=f"batch {entry.costs.batch}")
-            if entry.best is not None:
-                circle = {"markersize": 12, "markerfacecolor": "none", "color": line.get_color()}
-                axis.plot(entry.best.steps, entry.best.speedup, "o", **circle)
-        axis.axhline(1.0, color="black", linewidth=1)
-        across = axis.get_yaxis_transform()
-        axis.text(0.995, 1.0, "without a drafter", transform=across, ha="right", va="bottom", fontsize="small")
-        axis.set_xlabel("drafted tokens a chain")
-        axis.set_ylabel("speed-up")
-        axis.set_title("forecast (circle: the depth to deploy)")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
+        paint(axis, forecasts)
+
+
+def paint(axis: Any, forecasts: Sequence[Forecast]) -> None:
+    """The same on matplotlib's axes: whole depths across, and bars from zero."""
+    depths = sorted({depth.steps for entry in forecasts for depth in entry.depths})
+    single = all(len(entry.depths) == 1 for entry in forecasts)
+    width = 0.8 / len(forecasts)
+    for number, entry in enumerate(forecasts):
+        steps = [depth.steps for depth in entry.depths]
+        speedups = [depth.speedup for depth in entry.depths]
+        label, aside = f"batch {entry.costs.batch}", 0.0
+        if single:
+            aside = (number - (len(forecasts) - 1) / 2) * width
+            axis.bar([steps[0] + aside], speedups, width * 0.9, label=label)
+            color = "black"
+        else:
+            (line,) = axis.plot(steps, speedups, marker="o", label=label)
+            color = line.get_color()
+        if entry.best is not None:
+            circle = {"markersize": 12, "markerfacecolor": "none", "color": color}
+            axis.plot(entry.best.steps + aside, entry.best.speedup, "o", **circle)
+    axis.set_xticks(depths[:: -(-len(depths) // MOST_TICKS)])
+    if single:
+        axis.set_xlim(depths[0] - 1, depths[-1] + 1)
+        axis.set_ylim(0, 1.15 * max(1.0, *(depth.speedup for entry in forecasts for depth in entry.depths)))
+    axis.axhline(1.0, color="black", linewidth=1)
+    across = axis.get_yaxis_transform()
+    axis.text(0.995, 1.0, "without a drafter", transform=across, ha="right", va="bottom", fontsize="small")
+    axis.set_xlabel("drafted tokens a chain")
+    axis.set_ylabel("speed-up")
+    axis.set_title("forecast (circle: the depth to deploy)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,14 +51,18 @@ def forecast_command(
     """
     if not 1 <= most <= 64:
         raise DraftsmithError("the depth must be 1 to 64", where="--steps", found=most)
-    accept = read_accept(acceptance)
+    _check_sources(
+        {"--url": url, "--log": logs, "--costs": costs},
+        {"--decode-ms": decode_ms, "--draft-ms": draft_ms, "--verify-ms": verify_ms, "--plain-url": plain_url},
+    )
+    accept, lengths = read_accept(acceptance)
     if url:
         found = sweep(engine, url, plain_url, decode_ms, batches)
     elif logs:
         found = costs_from_logs(logs, decode_ms)
     else:
         found = _costs(decode_ms, draft_ms, verify_ms, costs)
-    forecasts = [forecast(accept, entry, most) for entry in found]
+    forecasts = [forecast(accept, entry, most, lengths) for entry in found]
     if as_json:
         rows = [
             {**asdict(entry), "best": entry.best.steps if entry.best else None, "verdict": entry.verdict}
@@ -82,12 +86,38 @@ def forecast_command(
     return forecasts
 
 
+COMPLETES = {"--url": ("--plain-url", "--decode-ms"), "--log": ("--decode-ms",), "--costs": ()}
+"""What else may be given with a source of costs; of two for the same thing, one."""
+
+
+def _check_sources(sources: Mapping[str, object], others: Mapping[str, object]) -> None:
+    """Stop where one option would be ignored beside another."""
+    given = [name for name, value in sources.items() if value]
+    beside = [name for name, value in others.items() if value is not None]
+    if len(given) > 1:
+        raise DraftsmithError(
+            "costs come from one source", where="command line", found=" and ".join(given), expected="one of them",
+            mend=f"leave out {' and '.join(given[1:])}",
+        )  # fmt: skip
+    if not given and "--plain-url" in beside:
+        raise DraftsmithError(
+            "--plain-url alone measures nothing", where="command line",
+            mend="name the server with the drafter too: --url URL",
+        )  # fmt: skip
+    useless = [name for name in beside if given and name not in COMPLETES[given[0]]]
+    if given == ["--url"] and {"--plain-url", "--decode-ms"} <= set(beside):
+        useless.append("--decode-ms")  # the plain server is measured
+    if useless:
+        raise DraftsmithError(
+            f"{' and '.join(useless)} would be ignored beside {given[0]}", where="command line", found=", ".join([*given, *beside]),
+            mend=f"leave out {' and '.join(useless)}, or {given[0]}",
+        )  # fmt: skip
+
+
 def _costs(decode: float | None, draft: float | None, verify: str | None, file: Path | None) -> list[Costs]:
-    by_hand = [value for value in (decode, draft, verify) if value is not None]
-    if file is not None and not by_hand:
+    if file is not None:
         return read_costs(file)
-    if file is None and len(by_hand) == 3:
-        assert decode is not None and draft is not None and verify is not None
+    if decode is not None and draft is not None and verify is not None:
         return [make_costs(1, decode, draft, read_verify(verify))]
     raise DraftsmithError(
         "a forecast needs the costs of a plain decode, of one draft step and of verifying",

@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from draftsmith.configs.console import warn
 from draftsmith.configs.files import read_json
 from draftsmith.configs.target import Target
+from draftsmith.convert.identity import weight_digests
 from draftsmith.convert.launch import HERE, serving_lines
-from draftsmith.convert.record import Record
+from draftsmith.convert.read import read_drafter
+from draftsmith.convert.record import RECORD, Record
 
 MEASUREMENTS = (
     "evaluate.json",
@@ -51,12 +54,15 @@ def model_card(drafter: Path, target: Target, record: Record, config: Mapping[st
         "weights": record.dtype,
     }
     lines = [*front, "", f"# EAGLE-3 drafter for {base}", "", *_table("what", "value", facts.items())]
-    for pattern in MEASUREMENTS:
-        name = pattern.format(drafter=drafter.resolve().name)
-        file = next((place / name for place in (drafter, drafter.parent) if (place / name).is_file()), None)
-        if file is not None:
-            numbers = list(_numbers(read_json(file, what=name)))[:MOST_NUMBERS]
-            lines += ["", f"## Measured ({name})", "", *_table("quantity", "value", numbers)]
+    results, strangers = _results(drafter, target, record)
+    for name, content in results.items():
+        numbers = list(_numbers(content))[:MOST_NUMBERS]
+        lines += ["", f"## Measured ({name})", "", *_table("quantity", "value", numbers)]
+    if strangers:
+        lines += [
+            "",
+            f"Results beside the drafter that were left out, as not known to be of these weights: {', '.join(strangers)}.",
+        ]
     # Paths of the machine that trained mean nothing to a reader of shared storage.
     provenance = {key: value for key, value in _leaves(record.provenance) if not key.endswith("path")}
     if provenance:
@@ -69,6 +75,47 @@ def model_card(drafter: Path, target: Target, record: Record, config: Mapping[st
         "",
     ]
     return "\n".join(lines)
+
+
+def _results(drafter: Path, target: Target, record: Record) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Name -> content of the results of this drafter; and the names of those left out, each with a warning.
+
+    `weights` of a result decides where it is there, for names and folders are used again: its digest in the drafter's
+    dtype must be that of the drafter's own weights. Else the folder that was measured must be this one, and no newer
+    than the result.
+    """
+    shown: dict[str, dict[str, Any]] = {}
+    strange: list[str] = []
+    own: str | None = None
+    for pattern in MEASUREMENTS:
+        name = pattern.format(drafter=drafter.resolve().name)
+        for file in (drafter / name, drafter.parent / name):
+            if name in shown or not file.is_file():
+                continue
+            content = read_json(file, what=name)
+            if isinstance(content.get("weights"), dict):
+                own = own or weight_digests(read_drafter(drafter, target), [record.dtype])[record.dtype]
+                fault = None if content["weights"].get(record.dtype) == own else "it is of other weights"
+            else:
+                fault = _other_folder(content, file, drafter)
+            if fault is None:
+                shown[name] = content
+            else:
+                strange.append(name)
+                warn(f"{file} is left out of the model card: {fault} (recorded drafter: {content.get('drafter')})")
+    return shown, list(dict.fromkeys(strange))
+
+
+def _other_folder(content: Mapping[str, Any], file: Path, drafter: Path) -> str | None:
+    """Why a result without digests cannot be this drafter's; None if nothing speaks against it."""
+    named = content.get("drafter")
+    if not isinstance(named, str) or not named:
+        return "it does not say which drafter it is of"
+    if Path(named).resolve() != drafter.resolve():
+        return f"it is of another folder than {drafter}, and has no digest of the weights; measure again"
+    if file.stat().st_mtime_ns < (drafter / RECORD).stat().st_mtime_ns:
+        return "the drafter was written after it; measure again"
+    return None
 
 
 def _model_name(target: Target) -> str:

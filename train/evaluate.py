@@ -142,6 +142,11 @@ def replay(
         share: (number of this process, number of processes): the conversations are dealt out by length, and this
             process replays its own only.
     """
+    if not reader.lengths:
+        raise DraftsmithError(
+            "the store has no conversations to evaluate on", where=reader.path, found="0 conversations",
+            mend="harvest conversations into it, or name another store",
+        )  # fmt: skip
     device = drafter.fc.weight.device
     inside = torch.zeros(drafter.spec.vocab_size, dtype=torch.bool, device=device)
     inside[targets.to(device)] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,6 +53,36 @@ def test_an_sglang_log_tells_rounds_and_plain_steps(tmp_path):
     entry = forecast([0.5, 0.2, 0.1], one)
     assert [depth.steps for depth in entry.depths] == [3]  # no other depth was measured, none is invented
     assert entry.depths[0].speedup == pytest.approx(1.8 * 12 / 30, rel=1e-3) and "do not deploy" in entry.verdict
+
+
+def test_one_server_has_one_depth_however_its_figures_are_rounded(tmp_path, capsys):
+    """7 drafts, acceptance as it comes, each figure rounded to two decimals as the engine prints it."""
+    accepted = [1.30, 1.34, 0.97, 0.52, 2.08, 1.12, 0.25]
+    rows = [SGLANG_DRAFTED.format(n=1, length=f"{1 + a:.2f}", rate=f"{a / 7:.2f}", speed="50.00") for a in accepted]
+    alone = {round(float(f"{a:.2f}") / float(f"{a / 7:.2f}")) for a in accepted}
+    assert len(alone) > 1  # line by line they look like several depths
+    file = tmp_path / "spec.log"
+    file.write_text("".join(rows))
+    (costs,) = costs_from_logs([file], decode_ms=12.0)
+    assert list(costs.rounds) == [7]
+    assert [depth.steps for depth in forecast([0.5, 0.2, 0.1], costs).depths] == [7]
+
+    other = SGLANG_DRAFTED.format(n=1, length="1.80", rate="0.27", speed="60.00")  # of 3 drafts
+    file.write_text("".join(rows) + other)
+    with pytest.raises(DraftsmithError, match="several depths") as caught:
+        costs_from_logs([file], decode_ms=12.0)
+    assert caught.value.where == file
+    three = VLLM_STATS.format(n=1, speed=80.0) + VLLM_DRAFTS
+    file.write_text(three + three.replace("0.600, 0.300, 0.100", "0.600, 0.300"))
+    with pytest.raises(DraftsmithError, match="several depths"):
+        costs_from_logs([file], decode_ms=12.0)
+
+    capsys.readouterr()
+    vague = SGLANG_DRAFTED.format(n=1, length="1.21", rate="0.03", speed="50.00")  # 0.205/0.035 to 0.215/0.025: 6 to 8
+    assert [line.depth for line in read_log(vague)] == [7]
+    assert "6 to 8 drafts" in " ".join(capsys.readouterr().err.split())
+    assert [line.depth for line in read_log("ServerArgs(speculative_num_steps=6, x=1)\n" + vague)] == [6]
+    assert "drafts" not in capsys.readouterr().err
 
 
 def test_a_vllm_log_tells_the_same(tmp_path):
@@ -142,3 +173,12 @@ def test_a_sweep_measures_rounds_without_the_prefill(clocks):
         assert costs.rounds[3] == pytest.approx(30, rel=0.4) and costs.decode == pytest.approx(10, rel=0.4)
     with pytest.raises(DraftsmithError, match="does not say how many tokens"):
         sweep("sglang", [plain], None, None, [1])
+
+
+def test_a_server_that_is_not_there_is_not_mended_with_an_option_that_forecast_lacks(monkeypatch):
+    monkeypatch.setattr("draftsmith.accept.costs.HEALTHY_WITHIN", 0.3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # bound, not listening
+        with pytest.raises(DraftsmithError, match="not healthy") as caught:
+            sweep("sglang", [f"http://127.0.0.1:{free.getsockname()[1]}"], None, 12.0, [1])
+    assert "--start-timeout" not in str(caught.value) and "/health" in caught.value.mend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from draftsmith.accept.sampled import SampledObserver
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.target import read_target
 from draftsmith.convert.engine_forward import load_drafter
+from draftsmith.convert.export import export
 from draftsmith.convert.read import read_drafter
 from draftsmith.convert.tensors import read_array, to_float32
 from draftsmith.convert.write import convert
@@ -154,8 +156,26 @@ def test_the_converted_files_give_the_checkpoints_figures_and_the_card_shows_the
     assert {k: v for k, v in ours.items() if k not in timed} == {k: v for k, v in theirs.items() if k not in timed}
     assert "tokens/s" in capsys.readouterr().err
     assert ours["by_category"]["chat"]["interval"] is not None
+    # The converted folder's results are known by the digests, though the checkpoint is stored in another form.
+    (tmp_path / "evaluate.json").write_text(json.dumps(ours))
+    rounded = convert(trained.training, trained.target.path, tmp_path / "rounded", dtype="bfloat16")
+    place = export(rounded, tmp_path / "shared", trained.target.path)
+    assert (
+        f"| as_served.accept_length | {ours['as_served']['accept_length']:.4g} |"
+        in (Path(place) / "README.md").read_text()
+    )
 
 
 def test_a_temperature_of_zero_is_refused(trained):
     with pytest.raises(DraftsmithError, match="above 0"):
         evaluate(trained, temperatures=(0.0,))
+
+
+def test_a_store_without_conversations_is_named(trained, tmp_path):
+    store = tmp_path / "empty"
+    store.mkdir()
+    manifest = json.loads((trained.store("heldout") / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps(manifest | {"shards": [], "planned": 0}))
+    with pytest.raises(DraftsmithError, match="no conversations") as caught:
+        evaluate(trained, store=store)
+    assert caught.value.where == store

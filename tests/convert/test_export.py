@@ -15,9 +15,12 @@ import pytest
 
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.files import TEMPORARY_MARK
+from draftsmith.configs.target import read_target
 from draftsmith.convert import export as room
+from draftsmith.convert.identity import weight_digests
+from draftsmith.convert.read import read_drafter
 from draftsmith.convert.write import convert
-from tests.convert.conftest import edit_config, listing
+from tests.convert.conftest import edit_config, listing, make_checkpoint, random_tensors
 
 
 def export(*arguments, **options):
@@ -44,8 +47,8 @@ def test_a_version_holds_every_file_and_its_hash(tmp_path, drafter, target):
 
 
 def test_the_card_names_base_model_taps_and_measured_numbers(tmp_path, drafter, target):
-    (tmp_path / "evaluate.json").write_text('{"accept_length": {"3": 2.5125}, "positions": 1200}')
-    (tmp_path / "evaluate-drafter.json").write_text('{"replayed": 7}')
+    result = {"drafter": str(drafter), "accept_length": {"3": 2.5125}, "positions": 1200}
+    (tmp_path / "evaluate.json").write_text(json.dumps(result))
     card = (export(drafter, tmp_path / "shared", target) / "README.md").read_text()
     assert card.startswith('---\nbase_model: "target"\n')
     for words in (
@@ -56,6 +59,36 @@ def test_the_card_names_base_model_taps_and_measured_numbers(tmp_path, drafter, 
     ):
         assert words in card
     assert str(tmp_path) not in card
+
+
+def test_the_card_shows_no_number_of_another_drafter(tmp_path, drafter, target, checkpoint, capsys):
+    """Every `evaluate --drafter X/drafter` writes evaluate-drafter.json: neither its name nor its folder is proof."""
+    other = make_checkpoint(tmp_path / "other", target, random_tensors(seed=9))
+    whole = read_target(target)
+    ours, theirs = (weight_digests(read_drafter(folder, whole)) for folder in (checkpoint, other))
+    assert ours.keys() == theirs.keys() == {"bfloat16", "float16", "float32"} and not set(ours.values()) & set(
+        theirs.values()
+    )
+    results = {
+        "evaluate.json": {"drafter": str(checkpoint / "drafter"), "weights": ours, "of_the_checkpoint": 11},
+        "evaluate-drafter.json": {"drafter": str(drafter), "weights": theirs, "before_it_was_replaced": 22},
+        "serve-check-vllm.json": {"drafter": str(tmp_path / "elsewhere" / "drafter"), "elsewhere": 33},
+        "serve-check-sglang.json": {"drafter": str(drafter), "served": 44},
+        "serve.json": {"nameless": 55},
+    }
+    for name, content in results.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    capsys.readouterr()
+    card = (export(drafter, tmp_path / "shared", target) / "README.md").read_text()
+    assert "| of_the_checkpoint | 11 |" in card and "| served | 44 |" in card
+    assert not any(key in card for key in ("before_it_was_replaced", "elsewhere", "nameless"))
+    assert "left out" in card and "evaluate-drafter.json, serve-check-vllm.json, serve.json." in card
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("evaluate-drafter.json", "serve-check-vllm.json", "serve.json"))
+
+    os.utime(drafter / "draftsmith.json")  # converted anew after it was served
+    card = (export(drafter, tmp_path / "again", target) / "README.md").read_text()
+    assert "| of_the_checkpoint | 11 |" in card and "| served | 44 |" not in card
 
 
 @pytest.mark.parametrize(
