@@ -20,7 +20,7 @@ from draftsmith.data.target_model import configured_stop_ids, load_tokenizer
 def answer(*logprobs: float) -> Completion:
     """As the client builds it from JSON, which Python's servers write with bare NaN and Infinity."""
     choice = {
-        "index": 0, "finish_reason": "length", "text": "ab", "token_ids": [40, 41],
+        "index": 0, "finish_reason": "length", "text": "FG", "token_ids": [40, 41],
         "logprobs": {"token_logprobs": list(logprobs)},
     }  # fmt: skip
     text = json.dumps({"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]})
@@ -34,9 +34,9 @@ def test_a_log_probability_that_is_no_number_is_a_bad_reply(
     config = make_config()
     chat = ChatFormat(load_tokenizer(config.target), configured_stop_ids(config.target.path))
     prompt = Rendered("a", [40])
-    assert read_reply(answer(-0.5, -1), prompt, chat, chat_endpoint=False).logprob == -1.5
+    assert read_reply(answer(-0.5, -1), prompt, chat, limit=24, vocab_size=512, chat_endpoint=False).logprob == -1.5
     with pytest.raises(BadReplyError, match="log-probabilities that sum up to"):
-        read_reply(answer(-0.5, wrong), prompt, chat, chat_endpoint=False)
+        read_reply(answer(-0.5, wrong), prompt, chat, limit=24, vocab_size=512, chat_endpoint=False)
 
 
 def test_a_recorded_one_is_refused_by_line(
