@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -16,9 +17,10 @@ from draftsmith.train.trainer import train
 
 
 def change(config, split):
-    """Another conversation in the place of the last one, as after new prompts and `synthesize`."""
+    """The last conversation has another id, as after new prompts and `synthesize`."""
     file = config.conversations(split)
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    *others, last = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*others, json.dumps(json.loads(last) | {"id": "another"}) + "\n"]))
 
 
 @pytest.fixture
