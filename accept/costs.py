@@ -36,7 +36,9 @@ UNTOLD, MOST_DRAFTS = -1, 64
 """The depth of a line that does not tell it; the deepest that is thought of."""
 
 HEALTHY_WITHIN = 10.0
-"""Seconds for a server to say that it is healthy."""
+"""Seconds for a server to say that it is healthy: a forecast waits for none to start."""
+
+UNHEALTHY = "start it, and forecast once it answers /health; or check the URL"
 
 SHORT, LONG = 16, 80
 """New tokens of the two passes of a sweep; their difference has no prefill in it."""
@@ -193,7 +195,7 @@ def sweep(
     found: dict[int, dict[int, float]] = {batch: {} for batch in batches}
     for url in urls:
         server = Server(engine, url, limit, patience)
-        _reach(server)
+        server.wait(HEALTHY_WITHIN, mend=UNHEALTHY)
         depth = server.depth()
         if not depth:
             raise DraftsmithError(
@@ -208,24 +210,13 @@ def sweep(
             )
     if plain_url:
         server = Server(engine, plain_url, limit, patience)
-        _reach(server)
+        server.wait(HEALTHY_WITHIN, mend=UNHEALTHY)
         for batch in batches:
             found[batch][0] = _measure(server, batch, drafted=False)
             console.print(f"  {server.title}: {batch} at once, plain: {found[batch][0]:.2f} ms", highlight=False)
     elif decode_ms is not None:
         found.setdefault(1, {})[0] = decode_ms
     return _paired(found, "servers")
-
-
-def _reach(server: Server) -> None:
-    """Stop if the server is not healthy by now: a forecast waits for none to start."""
-    try:
-        server.wait(HEALTHY_WITHIN)
-    except DraftsmithError as error:
-        raise DraftsmithError(
-            error.problem, where=error.where, found=error.found, expected=error.expected,
-            mend="start it, and forecast once it answers /health; or check the URL",
-        ) from None  # fmt: skip
 
 
 def _measure(server: Server, batch: int, *, drafted: bool) -> float:

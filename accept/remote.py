@@ -46,8 +46,8 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.title = f"{TITLES[engine]} at {self.url}"
 
-    def wait(self, start_limit: float) -> None:
-        """Return once it is healthy.
+    def wait(self, start_limit: float, *, mend: str) -> None:
+        """Return once it is healthy; `mend` is what helps if it is not.
 
         Raises:
             DraftsmithError: it is not within `start_limit` seconds.
@@ -62,7 +62,7 @@ class Server:
             if time.monotonic() - began > start_limit:
                 raise DraftsmithError(
                     f"{self.title} was not healthy within {start_limit:g} seconds", where=f"{self.url}/health",
-                    found=said, expected="status 200", mend="start it, or allow more with --start-timeout SECONDS",
+                    found=said, expected="status 200", mend=mend,
                 )  # fmt: skip
             time.sleep(0.2)
 
@@ -211,10 +211,11 @@ def serve_remotely(
         DraftsmithError: a server is not healthy in time, is lost, or reports no counters.
     """
     drafting = Server(engine, url, limit)
-    drafting.wait(start_limit)
+    longer = "start it, or allow more with --start-timeout SECONDS"
+    drafting.wait(start_limit, mend=longer)
     plain = Server(engine, plain_url, limit) if plain_url else None
     if plain is not None:
-        plain.wait(start_limit)
+        plain.wait(start_limit, mend=longer)
     served = drafting.serve(prompts, concurrency, drafted=True)
     base = plain.serve(prompts, concurrency, drafted=False) if plain is not None else None
     depth = drafting.depth() or max((len(o.histogram) - 1 for o in served.outputs if o.histogram), default=steps)

@@ -318,14 +318,21 @@ def locate_tensors(folder: Path) -> dict[str, TensorRef]:
         files = sorted(folder.glob("*.safetensors"))
     found: dict[str, TensorRef] = {}
     for file in files:
-        header = read_header(file)
-        base = file.stat().st_size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        for name, entry in header.items():
-            if weight_map is None or weight_map.get(name) == file.name:
-                first, last = entry["data_offsets"]
-                span = (base + first, base + last)
-                found[name] = TensorRef(name, file, tuple(entry["shape"]), entry["dtype"], span)
+        for ref in tensors_of(file):
+            if weight_map is None or weight_map.get(ref.name) == file.name:
+                found[ref.name] = ref
     return found
+
+
+def tensors_of(file: Path) -> list[TensorRef]:
+    """Every tensor of one safetensors file, by its header alone; errors as `read_header`."""
+    header = read_header(file)
+    base = file.stat().st_size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    return [
+        TensorRef(name, file, tuple(entry["shape"]), entry["dtype"], (base + first, base + last))
+        for name, entry in header.items()
+        for first, last in [entry["data_offsets"]]
+    ]
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

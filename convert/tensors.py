@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from draftsmith.configs.errors import DraftsmithError
-from draftsmith.configs.target import TensorRef, read_header
+from draftsmith.configs.target import TensorRef, tensors_of
 
 Array = npt.NDArray[Any]
 
@@ -215,18 +215,12 @@ def all_finite(piece: Array, dtype: str) -> bool:
 
 def file_tensors(file: Path) -> list[FileTensor]:
     """Every tensor of one safetensors file, by its header alone."""
-    header = read_header(file)
-    with file.open("rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-    return [
-        FileTensor(name, file, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
-    ]
+    return [from_ref(ref) for ref in tensors_of(file)]
 
 
 def from_ref(ref: TensorRef) -> FileTensor:
-    """The same tensor of a target, readable piece by piece."""
-    return next(tensor for tensor in file_tensors(ref.file) if tensor.name == ref.name)
+    """The same tensor, readable piece by piece."""
+    return FileTensor(ref.name, ref.file, ref.shape, ref.dtype, ref.span[0])
 
 
 def read_array(tensor: Tensor) -> Array:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+_ENDING = re.compile(r"(?P<base>.+?)(?P<copy>~[1-9][0-9]{0,8})?(?P<part>#[1-9][0-9]{0,8})?", re.DOTALL)
+
 
 def answer_id(prompt: str, number: int) -> str:
     """Id of the `number`th answer to a prompt, counted from 1."""
@@ -18,6 +20,25 @@ def answer_id(prompt: str, number: int) -> str:
 def part_id(conversation: str, number: int) -> str:
     """Id of the `number`th token sequence of a conversation, counted from 1."""
     return conversation if number == 1 else f"{conversation}#{number}"
+
+
+def bases(name: str) -> set[str]:
+    """Ids of prompts of which a further answer or part might be called `name`."""
+    found = _ENDING.fullmatch(name)
+    if found is None:
+        return set()
+    copy = found["base"] + (found["copy"] or "")
+    return {base for base in (found["base"], copy) if base != name}
+
+
+def is_given(name: str, prompt: str, *, answers: int, parts: int) -> bool:
+    """Whether `name`, of which `prompt` is one of the `bases`, is that of one of its answers or their parts."""
+    found = _ENDING.fullmatch("x" + name.removeprefix(prompt))
+    return (
+        found is not None
+        and (found["copy"] is None or 2 <= int(found["copy"][1:]) <= answers)
+        and (found["part"] is None or 2 <= int(found["part"][1:]) <= parts)
+    )
 
 
 def prompt_of(name: str, known: Collection[str]) -> str:

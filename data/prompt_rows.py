@@ -84,7 +84,7 @@ def normalise(text: str) -> str:
         sign
         if sign.isalnum() or unicodedata.category(sign)[0] in "MS" or sign in TELLING or (before + after).isdecimal()
         else " "
-        for before, sign, after in zip(around, folded, around[2:], strict=False)
+        for before, sign, after in zip(around[:-2], folded, around[2:], strict=True)
     ]
     return " ".join("".join(kept).split())
 

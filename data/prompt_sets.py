@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from draftsmith.configs.console import warn
 from draftsmith.configs.errors import DraftsmithError
 from draftsmith.configs.schema import RunConfig, Split
-from draftsmith.data.ids import answer_id
+from draftsmith.data.ids import answer_id, bases, is_given
 from draftsmith.data.prompt_files import read_rows, source_name
 from draftsmith.data.prompt_rows import BadRowError, Prompt, read_row
 from draftsmith.data.rejects import Rejects
@@ -112,14 +111,14 @@ class _Names:
             DraftsmithError: at the end, if two rows' conversations would have one id.
         """
         for entry in entries:
-            for base in self._bases(entry.prompt.id):
+            for base in bases(entry.prompt.id):
                 self._claims.setdefault(base, []).append((entry.prompt.id, entry.line))
             yield entry
         if not self._claims:
             return
         for entry in stream_prompts(self._source, Rejects(self._source), self._limit):
             for name, line in self._claims.get(entry.prompt.id, ()):
-                if self._is_given(name, entry.prompt):
+                if is_given(name, entry.prompt.id, answers=self._answers, parts=len(entry.prompt.turns)):
                     raise DraftsmithError(
                         "two rows' conversations would have the same id",
                         where=self._source,
@@ -127,24 +126,6 @@ class _Names:
                         f"{entry.prompt.id}, is named",
                         mend="give one of the rows another id",
                     )
-
-    def _bases(self, name: str) -> set[str]:
-        found = _ENDING.fullmatch(name)
-        if found is None:
-            return set()
-        copy = found["base"] + (found["copy"] or "")
-        return {base for base in (found["base"], copy) if base != name}
-
-    def _is_given(self, name: str, prompt: Prompt) -> bool:
-        found = _ENDING.fullmatch("x" + name.removeprefix(prompt.id))
-        return (
-            found is not None
-            and (found["copy"] is None or 2 <= int(found["copy"][1:]) <= self._answers)
-            and (found["part"] is None or 2 <= int(found["part"][1:]) <= len(prompt.turns))
-        )
-
-
-_ENDING = re.compile(r"(?P<base>.+?)(?P<copy>~[1-9][0-9]{0,8})?(?P<part>#[1-9][0-9]{0,8})?", re.DOTALL)
 
 
 def openings(heldout: Iterable[Prompt]) -> set[int]:

@@ -20,7 +20,7 @@ import json
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -302,8 +302,8 @@ class HarvestReader:
         """argmax int64 (T,) of a conversation, without its states."""
         return self._token_rows(index, ["argmax"])["argmax"].long()
 
-    def verify(self) -> None:
-        """Compare every shard's bytes with its recorded SHA-256.
+    def verify(self, done: Callable[[], object] = bool) -> None:
+        """Compare every shard's bytes with its recorded SHA-256; `done` is called after each.
 
         Raises:
             DraftsmithError: a shard whose bytes have changed.
@@ -311,6 +311,7 @@ class HarvestReader:
         for number in range(len(self.manifest.shards)):
             with self.shard_file(number) as file:
                 self.verify_shard(number, file)
+            done()
 
     def verify_shard(self, number: int, file: Path) -> None:
         """Compare the bytes of `file`, a shard or a copy of it, with the shard's recorded SHA-256.

@@ -165,10 +165,7 @@ def _copy(reader: HarvestReader, indices: Sequence[int], out: Path, provenance: 
 def _refuse_changed(reader: HarvestReader, doing: str) -> None:
     """Stop at a shard that is not what its manifest says."""
     with meter(doing, len(reader.manifest.shards), "shards") as progress:
-        for number in range(len(reader.manifest.shards)):
-            with reader.shard_file(number) as file:
-                reader.verify_shard(number, file)
-            progress.advance(1)
+        reader.verify(lambda: progress.advance(1))
 
 
 def _link_or_copy(reader: HarvestReader, number: int, source: Path, destination: Path) -> None:
