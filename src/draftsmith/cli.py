@@ -346,7 +346,7 @@ def serve_check(
     explain: Annotated[bool, typer.Option(help="look for the cause of a bad verdict")] = True,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on standard output")] = False,
 ) -> None:
-    """Serve held-out prompts with a real engine, beside the prediction; exit code 1 if they differ."""
+    """Serve held-out prompts with a real engine, beside the prediction; exit code 1 if they differ or it drafts nothing right."""
     from draftsmith.accept.serve_check import serve_check as run_verb
     from draftsmith.convert.engine_loader import parse_engines
 
